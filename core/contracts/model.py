@@ -1,0 +1,108 @@
+"""Kind `model`: the network. Called on the worker's device thread, once a step.
+
+A model is made of `core/layers` modules, or brings its own. It never sees requests: only flat tokens, positions and the
+attention of a `ForwardContext`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .attention import AttentionLayer, CacheSpec
+from .provider import BuildContext, Provider
+from .quantization import QuantizationMethod
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ..layers.ops import OpTable
+
+
+class ForwardContext(Protocol):
+    """What a step offers to the layers. Valid during one forward only."""
+
+    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Writes key/value [T, KVH, D] of this step to the layer's cache, then attends: query [T, H, D] -> [T, H, head_dim_v]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """A tensor that the model expects, in the checkpoint's own name and shape. optional: may be absent (tied heads, biases)."""
+
+    name: str
+    shape: tuple[int, ...]
+    optional: bool = False
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """What a load found. missing: expected but absent. unexpected: present but unused."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+
+class Model(ABC):
+    """The contract. T tokens in the flat batch, H hidden size, V logits width."""
+
+    packed_modules: dict[str, tuple[str, ...]] = {}  # fused module -> its parts in the checkpoint ("qkv_proj": ("q_proj", ...))
+    chunkable: bool = True  # False for bidirectional encoders: a prompt must then be computed in one step
+
+    @abstractmethod
+    def cache_specs(self) -> Sequence[CacheSpec]:
+        """One per attention layer, in layer order."""
+
+    @abstractmethod
+    def weight_specs(self) -> Iterator[WeightSpec]:
+        """Every tensor that the checkpoint is expected to hold: for checking a load and for dummy weights."""
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> LoadReport:
+        """Takes all tensors, then gets ready to run. Tensors may be views of a mapped file: copy what is kept."""
+
+    @abstractmethod
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """int64 [T] -> [T, H]."""
+
+    @abstractmethod
+    def forward(
+        self, embeds: Tensor, positions: Tensor, context: ForwardContext, intermediates: dict[str, Tensor] | None = None
+    ) -> Tensor:
+        """embeds [T, H], positions int64 [T] -> hidden [T, H] after the final norm. `intermediates`: another pipeline stage's
+        output to go on from."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Chosen hidden rows [S, H] -> float32 [S, V]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelProvider(Provider[Model]):
+    """architectures: names out of config.json's `architectures` that this provider serves natively.
+
+    fallback: serves any architecture that no other provider names; at most one such provider wins, by priority.
+    """
+
+    architectures: tuple[str, ...] = ()
+    fallback: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelContext(BuildContext):
+    """What a model is built from.
+
+    hf_config: config.json's content. ops: the chosen kernels. model_path: the local checkpoint (for code in the fallback).
+    """
+
+    hf_config: dict[str, Any]
+    ops: OpTable
+    quantization: QuantizationMethod
+    torch_dtype: torch.dtype
+    torch_device: str = "cpu"
+    max_model_len: int = 0
+    model_path: str = ""

@@ -1,0 +1,125 @@
+"""The messages between API process and engine process: msgspec structs in msgpack, over ZeroMQ on a unix socket. No pickle.
+
+Every frame is one tagged struct. A frame that does not decode is dropped and counted by the receiver; it never raises there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ..contracts.scheduler import RequestUpdate
+from ..sampling_params import SamplingParams
+
+PROTOCOL_VERSION = 1
+
+
+class EngineRequest(msgspec.Struct, tag="add"):
+    """A request to run. request_id is the front end's own number, unique while the engine lives; the client's label stays outside."""
+
+    request_id: int
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    arrival_time: float
+    priority: int = 0
+    user: str = ""
+    deadline: float | None = None
+    cache_salt: str | None = None
+    adapter_id: int = 0
+
+
+class AbortRequests(msgspec.Struct, tag="abort"):
+    """Ends requests, wherever they are. Unknown ids are ignored: they may have just finished."""
+
+    request_ids: list[int]
+
+
+class Call(msgspec.Struct, tag="call"):
+    """An administrative call: "reset_prefix_cache", "stats", "plugins". Answered by a Reply with the same id."""
+
+    call_id: int
+    method: str
+    arguments: dict[str, Any] = {}
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    """Ends the engine process at once; requests still in it are aborted."""
+
+
+FrontMessage = EngineRequest | AbortRequests | Call | Shutdown
+
+
+class EngineInfo(msgspec.Struct):
+    """Facts that the front end learns once the engine is ready."""
+
+    model: str
+    architecture: str
+    dtype: str
+    max_model_len: int  # effective: the model's window, or what the pool holds if that is less
+    max_prompt_len: int
+    logits_width: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    device: str
+    inventory: list[dict[str, Any]] = []  # the engine's plugins, rows of `hotswap plugins --json`
+    startup_seconds: dict[str, float] = {}
+
+
+class EngineStats(msgspec.Struct):
+    """Gauges are now; counters grow from engine start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_swapped: int = 0
+    kv_usage: float = 0.0  # 0 to 1
+    kv_waste: float = 0.0  # 0 to 1: unused token slots in allocated blocks, shared blocks counted once
+    num_steps: int = 0
+    num_scheduled_tokens: int = 0
+    num_preemptions_recompute: int = 0
+    num_preemptions_swap: int = 0
+    prefix_queries: int = 0  # tokens
+    prefix_hits: int = 0  # tokens
+    last_step_tokens: int = 0
+    schedule_seconds: float = 0.0  # of the last step
+    execute_seconds: float = 0.0
+    update_seconds: float = 0.0
+    num_bad_frames: int = 0
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    info: EngineInfo
+    protocol: int = PROTOCOL_VERSION
+
+
+class StartupProgress(msgspec.Struct, tag="progress"):
+    """done of total units of `what` ("weights", ...); total 0 means unknown."""
+
+    what: str
+    done: int
+    total: int
+
+
+class Outputs(msgspec.Struct, tag="outputs"):
+    """Everything that one update confirmed. Also sent with no updates as a heartbeat (at least once a second)."""
+
+    updates: list[RequestUpdate]
+    stats: EngineStats
+
+
+class Reply(msgspec.Struct, tag="reply"):
+    call_id: int
+    result: Any = None
+    error: str | None = None
+
+
+class Dead(msgspec.Struct, tag="dead"):
+    """The engine's last word: its root cause in one line."""
+
+    cause: str
+    exit_code: int = 1
+
+
+EngineMessage = Ready | StartupProgress | Outputs | Reply | Dead
