@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -25,15 +26,15 @@ def field_owners(config: type[BaseModel]) -> dict[str, str | None]:
     return owners
 
 
-def build_from_flat(config: type[ConfigT], settings: dict[str, Any]) -> ConfigT:
-    """Raises UsageError, naming the setting and the nearest known one."""
+def build_from_flat(config: type[ConfigT], settings: dict[str, Any], *, spell: Callable[[str], str] = str) -> ConfigT:
+    """Raises UsageError, naming the setting and the nearest known one. spell: how the reader wrote a setting's name."""
     owners = field_owners(config)
     nested: dict[str, Any] = {}
     for name, value in settings.items():
         if name not in owners:
             near = difflib.get_close_matches(name, owners, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UsageError(f"unknown setting {name!r}{hint}")
+            hint = f"; did you mean {spell(near[0])!r}?" if near else ""
+            raise UsageError(f"unknown setting {spell(name)!r}{hint}")
         owner = owners[name]
         if owner is None:
             nested[name] = value
@@ -42,13 +43,14 @@ def build_from_flat(config: type[ConfigT], settings: dict[str, Any]) -> ConfigT:
     try:
         return config.model_validate(nested)
     except ValidationError as error:
-        raise UsageError("; ".join(describe_validation_error(error))) from None
+        raise UsageError("; ".join(describe_validation_error(error, spell))) from None
 
 
-def describe_validation_error(error: ValidationError) -> list[str]:
+def describe_validation_error(error: ValidationError, spell: Callable[[str], str] = str) -> list[str]:
     """One sentence per fault, without echoing large inputs."""
     sentences = []
     for fault in error.errors():
-        name = str(fault["loc"][-1]) if fault["loc"] else "value"
+        names = [part for part in fault["loc"] if isinstance(part, str)]  # numbers are places in a list
+        name = spell(names[-1]) if names else "value"
         sentences.append(f"{name}: {fault['msg']}, got {fault['input']!r:.60}")
     return sentences

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -69,7 +69,10 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def tokenizer_spec(self) -> TokenizerSpec | None:
-        """The tokenizer, or None when the checkpoint has none. Raises ModelLoadError when it has one of an unknown kind."""
+        """The tokenizer, or None when the checkpoint has none.
+
+        Raises ModelLoadError when it has one of an unknown kind.
+        """
 
     @abstractmethod
     def weight_names(self) -> list[str]:
@@ -84,6 +87,13 @@ class Checkpoint(ABC):
         Raises ModelLoadError naming the file or tensor.
         """
 
+    def weights_for(
+        self, specs: Iterable[WeightSpec], dtype: torch.dtype, seed: int, device: str = "cpu"
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The weights of a model that expects `specs`. A stored checkpoint yields what it holds; one that makes its weights up
+        makes these, from `seed`, on `device`."""
+        return self.weights(dtype)
+
     @abstractmethod
     def close(self) -> None:
         """Frees files and maps. May be called more than once."""
@@ -91,18 +101,26 @@ class Checkpoint(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
 class Loader(ABC):
-    """Recognises and opens one checkpoint format. Called in the API process (config, tokenizer) and in workers (weights)."""
+    """Recognises and opens one checkpoint format.
+
+    Called in the API process (config, tokenizer) and in workers (weights).
+    """
 
     name: str
 
     @abstractmethod
     def accepts(self, path: Path) -> bool:
-        """Whether `path`, an existing folder or file, is in this loader's format. Looks at names and magic bytes only."""
+        """Whether `path`, an existing folder or file, is in this loader's format.
+
+        Looks at names and magic bytes only.
+        """
 
     @abstractmethod
     def open(self, path: Path, *, trust_remote_code: bool = False) -> Checkpoint:

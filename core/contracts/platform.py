@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .provider import BuildContext, DeviceInfo
+from .provider import BuildContext, DeviceInfo, Provider
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +55,18 @@ class Platform(ABC):
     @abstractmethod
     def empty_kv_cache(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeroed memory for one cache tensor; pages may be touched lazily."""
+
+
+def _no_environment() -> dict[str, str]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlatformProvider(Provider[Platform]):
+    """environment: variables that must stand in the engine process before torch is loaded (thread counts, waiting policy).
+    Called in the process that launches the engine; opens no device."""
+
+    environment: Callable[[], dict[str, str]] = _no_environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

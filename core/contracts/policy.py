@@ -72,7 +72,10 @@ class RequestView(Protocol):
 
 @dataclass(slots=True)
 class Budget:
-    """What is left of a step while it is being planned. Owned by the plan builder; policies only read it."""
+    """What is left of a step while it is being planned. Owned by the plan builder; policies only read it.
+
+    num_tokens: tokens. num_requests: seats in the batch that a waiting request could take.
+    """
 
     num_tokens: int
     num_requests: int

@@ -57,6 +57,7 @@ class PlanBuilder(ABC):
     """One step under construction. Every method raises PlanError on misuse; nothing that it granted can be overspent."""
 
     budget: Budget  # what is left; owned by the builder
+    chunked: bool  # False: a request gets every token that it wants in one step, or none
 
     @abstractmethod
     def num_tokens_wanted(self, view: RequestView) -> int:
@@ -65,6 +66,10 @@ class PlanBuilder(ABC):
     @abstractmethod
     def can_schedule(self, view: RequestView, num_tokens: int) -> bool:
         """Whether blocks for `num_tokens` more tokens of a running request are there now."""
+
+    @abstractmethod
+    def num_blocks_missing(self, view: RequestView, num_tokens: int) -> int:
+        """How many blocks `can_schedule` lacks; 0 when they are there."""
 
     @abstractmethod
     def schedule(self, view: RequestView, num_tokens: int) -> None:
@@ -84,7 +89,12 @@ class PlanBuilder(ABC):
 
     @abstractmethod
     def preemption_candidates(self, needy: RequestView | None) -> Sequence[RequestView]:
-        """Running requests that may yield, in service order: not in this plan yet, not already yielding, not protected."""
+        """Running requests that may yield, in service order: not in this plan yet, not already yielding, not protected.
+
+        needy: who lacks blocks (as `can_schedule` found); then only those behind it in service order are offered, and nobody
+        while enough blocks come free at coming updates anyway: the needy one then skips this step. Asking on behalf of a needy
+        request closes the step for admission.
+        """
 
     @abstractmethod
     def preempt(self, view: RequestView) -> bool:

@@ -22,19 +22,24 @@ class SourceContext(BuildContext):
 
 
 class Source(ABC):
-    """Fetches a model. Called once at start-up, in the process that launches the engine, before any device is opened."""
+    """Fetches a model. Called once at start-up, in the process that launches the engine, before any device is
+    opened.
+    """
 
     name: str
 
     @abstractmethod
     def accepts(self, model: str) -> bool:
-        """Whether `model` is written in this source's form. Looks at the string and the local disk only, never the network."""
+        """Whether `model` is written in this source's form.
+
+        Looks at the string and the local disk only, never the network.
+        """
 
     @abstractmethod
     def fetch(self, model: str, *, revision: str | None, cache_dir: Path, report: Report | None) -> Path:
         """The local folder or file of `model`, fetched into `cache_dir` when it is not there yet.
 
-        revision: a branch, tag or commit where the source has such a thing. What is already whole on disk is not fetched
-        again. An interrupted fetch leaves nothing that a later one could mistake for a whole model.
+        revision: a branch, tag or commit where the source has such a thing. What is already whole on disk is not
+        fetched again. An interrupted fetch leaves nothing that a later one could mistake for a whole model.
         Raises UsageError when the argument can never name a model, ModelLoadError when it cannot be had now.
         """

@@ -106,7 +106,7 @@ class Outputs(msgspec.Struct, tag="outputs"):
     """Everything that one update confirmed. Also sent with no updates as a heartbeat (at least once a second)."""
 
     updates: list[RequestUpdate]
-    stats: EngineStats
+    stats: EngineStats | None = None  # not with every step: gauges are cheap to read late and dear to gather often
 
 
 class Reply(msgspec.Struct, tag="reply"):

@@ -1,0 +1,165 @@
+"""Chooses and builds everything that an engine is made of, in the order in which one part needs another.
+
+The API process uses `make_manager`, `resolve_model` and `open_checkpoints` (no torch); the engine process `assemble_engine`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..clock import Clock, SystemClock
+from ..config import EngineConfig
+from ..contracts.loader import Checkpoint, Loader, LoaderContext
+from ..contracts.provider import DeviceInfo
+from ..contracts.source import Source, SourceContext
+from ..errors import ModelLoadError
+from ..plugin_manager import FrozenPlugins, PluginManager, Suits
+from ..plugin_selection import PYTHON, selections_from_settings
+
+if TYPE_CHECKING:
+    from .engine_core import EngineCore
+    from .wire import EngineInfo
+
+logger = logging.getLogger("hotswap.engine")
+
+Report = Callable[[str, int, int], None]
+
+_HOST = DeviceInfo(kind="host", name="host")  # for kinds that read files and never see a device
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """A model on this machine. tokenizer_*: only when the tokenizer comes from another folder."""
+
+    path: Path
+    loader: str
+    tokenizer_path: Path | None = None
+    tokenizer_loader: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCheckpoints:
+    """The model's checkpoint, and the tokenizer's if that is another one."""
+
+    model: Checkpoint
+    tokenizer: Checkpoint | None = None
+
+    def close(self) -> None:
+        self.model.close()
+        if self.tokenizer is not None:
+            self.tokenizer.close()
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledEngine:
+    """A running engine and its facts."""
+
+    core: EngineCore
+    info: EngineInfo
+
+
+def make_manager(config: EngineConfig, builtins: tuple[str, ...], source: str = PYTHON) -> PluginManager:
+    """Loads the plugins that the settings ask for. Raises PluginError in one line."""
+    settings = {**config.plugins.model_dump(), "load_format": None, "quantization": config.model.quantization}
+    if config.model.load_format != "auto":
+        settings["load_format"] = config.model.load_format
+    manager = PluginManager(
+        builtins=builtins, selections=selections_from_settings(settings, source), strict=config.plugins.strict_plugins
+    )
+    manager.load()
+    return manager
+
+
+def freeze_manager(manager: PluginManager) -> bytes:
+    """The manager as a message for another process."""
+    return msgspec.msgpack.encode(manager.frozen())
+
+
+def load_manager(frozen: bytes) -> PluginManager:
+    """The same plugins in this process. Raises PluginError naming what cannot be loaded here."""
+    return PluginManager.from_frozen(msgspec.msgpack.decode(frozen, type=FrozenPlugins))
+
+
+def cache_dir(config: EngineConfig) -> Path:
+    """Where downloads and caches live; created private to the user."""
+    path = Path(config.model.download_dir or "~/.cache/hotswap").expanduser()
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return path
+
+
+def resolve_model(manager: PluginManager, config: EngineConfig, report: Report | None) -> ResolvedModel:
+    """Fetches the model if need be and finds its format. Raises UsageError or ModelLoadError."""
+    path = _fetch(manager, config, config.model.model, report)
+    loader = _loader_for(manager, config, path, named=True)
+    if config.model.tokenizer is None:
+        return ResolvedModel(path, loader)
+    tokenizer_path = _fetch(manager, config, config.model.tokenizer, report)
+    return ResolvedModel(path, loader, tokenizer_path, _loader_for(manager, config, tokenizer_path, named=False))
+
+
+def _fetch(manager: PluginManager, config: EngineConfig, model: str, report: Report | None) -> Path:
+    context = SourceContext(options=None, config=config, device=_HOST, clock=SystemClock(), cache_dir=cache_dir(config))
+    suits = Suits(f"the model argument {model!r}", lambda provider: provider.build(context).accepts(model))
+    source: Source = manager.build("source", context, suits=suits)
+    return source.fetch(model, revision=config.model.revision, cache_dir=cache_dir(config), report=report)
+
+
+def _loader_for(manager: PluginManager, config: EngineConfig, path: Path, *, named: bool) -> str:
+    """The loader's name. named: whether --load-format applies (not to a tokenizer's folder)."""
+    context = _loader_context(config)
+    suits = Suits(str(path), lambda provider: provider.build(context).accepts(path))
+    if named:
+        return manager.choose("loader", context, suits=suits).name
+    for found in manager.providers("loader"):
+        if not manager.automatic_reasons(found, context, suits):
+            return found.name
+    raise ModelLoadError(f"no loader can read {path}")
+
+
+def _loader_context(config: EngineConfig) -> LoaderContext:
+    return LoaderContext(options=None, config=config, device=_HOST, clock=SystemClock(), cache_dir=cache_dir(config))
+
+
+def open_checkpoint(manager: PluginManager, config: EngineConfig, path: Path, loader_name: str) -> Checkpoint:
+    """Reads metadata only; refuses a checkpoint that needs code of its own unless that was allowed (S-08)."""
+    loader: Loader = manager.build_named("loader", loader_name, _loader_context(config))
+    return loader.open(path, trust_remote_code=config.model.trust_remote_code)
+
+
+def open_checkpoints(manager: PluginManager, config: EngineConfig, resolved: ResolvedModel) -> OpenCheckpoints:
+    model = open_checkpoint(manager, config, resolved.path, resolved.loader)
+    if resolved.tokenizer_path is None or resolved.tokenizer_loader is None:
+        return OpenCheckpoints(model)
+    return OpenCheckpoints(model, open_checkpoint(manager, config, resolved.tokenizer_path, resolved.tokenizer_loader))
+
+
+def assemble_engine(
+    manager: PluginManager, config: EngineConfig, model_path: str, loader: str, clock: Clock, report: Report | None
+) -> AssembledEngine:
+    """Builds the engine in this process: device, model, cache, scheduler. Torch is loaded here and not before.
+
+    Raises PluginError, ModelLoadError or UsageError in one line.
+    """
+    from .builder import EngineBuilder
+
+    started = time.monotonic()
+    checkpoint = open_checkpoint(manager, config, Path(model_path), loader)
+    try:
+        builder = EngineBuilder(manager, config, checkpoint, clock, report)
+        engine = builder.build()
+    finally:
+        checkpoint.close()
+    engine.info.startup_seconds["engine"] = round(time.monotonic() - started, 3)
+    return engine
+
+
+def describe_inventory(manager: PluginManager, context: Any) -> list[dict[str, Any]]:
+    """Rows of `hotswap plugins --json` for the running engine."""
+    return [msgspec.to_builtins(row) for row in manager.inventory(context)] if hasattr(manager, "inventory") else []

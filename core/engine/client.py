@@ -1,0 +1,339 @@
+"""The async front end: lives in the API process, talks to the engine process. No torch here.
+
+One task receives; each request has a `_Stream` that the task fills and the request's consumer drains. Deltas that pile up
+while the consumer sleeps are merged, so a slow reader costs memory for its own text only and loses nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from ..clock import SystemClock
+from ..config import EngineConfig
+from ..errors import EngineDeadError, HotswapError, ModelLoadError, RequestError, UsageError
+from ..outputs import RequestOutput
+from ..sampling_params import SamplingParams
+from ..text.chat_template import ChatTemplate
+from ..text.tokenizer import Tokenizer
+from .front_end import FrontEnd
+from .launch import EngineProcess, describe_exit
+from .output_processor import RequestState, merge_delta
+from .wire import (
+    AbortRequests,
+    Call,
+    Dead,
+    EngineInfo,
+    EngineMessage,
+    EngineStats,
+    FrontMessage,
+    Outputs,
+    Ready,
+    Reply,
+    Shutdown,
+    StartupProgress,
+)
+
+logger = logging.getLogger("hotswap.client")
+
+STUCK_SECONDS = 60.0  # a loop that says nothing for this long, heartbeats included, is stuck
+
+
+class _Stream:
+    """One caller's request: merged deltas that wait, and the event that says so. Filled and drained on one event loop."""
+
+    def __init__(self, state: RequestState) -> None:
+        self.state = state
+        self._pending: RequestOutput | None = None
+        self._failure: EngineDeadError | None = None
+        self._event = asyncio.Event()
+
+    def put(self, delta: RequestOutput) -> None:
+        if self._pending is None:
+            self._pending = delta
+        else:
+            merge_delta(self._pending, delta)
+        self._event.set()
+
+    def fail(self, error: EngineDeadError) -> None:
+        self._failure = error
+        self._event.set()
+
+    async def next(self) -> RequestOutput:
+        """Waits for something to deliver. Raises EngineDeadError once what arrived before it is delivered."""
+        await self._event.wait()
+        self._event.clear()
+        if self._pending is not None:
+            output, self._pending = self._pending, None
+            if self._failure is not None:
+                self._event.set()
+            return output
+        raise self._failure or EngineDeadError("the engine ended without saying why")
+
+
+class EngineClient:
+    """Everything that the server needs of an engine. Made before the event loop runs, started inside it."""
+
+    def __init__(self, process: EngineProcess, front: FrontEnd, config: EngineConfig) -> None:
+        self._process = process
+        self._front = front
+        self._config = config
+        self._context = zmq.asyncio.Context()
+        self._inputs = self._bound_socket(zmq.PUSH, process.input_address)
+        self._outputs = self._bound_socket(zmq.PULL, process.output_address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
+        self._streams: dict[int, _Stream] = {}  # by id() of the RequestState
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._num_calls = 0
+        self._tasks: list[asyncio.Task[None]] = []
+        self._last_message = time.monotonic()
+        self._death: EngineDeadError | None = None
+        self._draining = False
+        self._ready: asyncio.Future[EngineInfo] | None = None
+        self._idle: asyncio.Event | None = None
+        self.stats = EngineStats()
+        self.on_progress: Callable[[StartupProgress], None] | None = None
+
+    def _bound_socket(self, kind: int, address: str) -> zmq.asyncio.Socket:
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)
+        socket.bind(address)
+        return socket
+
+    # What the server reads.
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._front.info
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._front.tokenizer
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        return self._front.chat_template
+
+    @property
+    def generation_defaults(self) -> dict[str, Any]:
+        return self._front.generation_defaults
+
+    @property
+    def num_requests(self) -> int:
+        """Callers' requests that are not finished."""
+        return len(self._streams)
+
+    @property
+    def state(self) -> str:
+        """ "starting", "ready", "draining" or "dead"."""
+        if self._death is not None:
+            return "dead"
+        if self._ready is None or not self._ready.done():
+            return "starting"
+        return "draining" if self._draining else "ready"
+
+    def health(self) -> str | None:
+        """None when healthy, else the cause: dead, or stuck (nothing heard for a minute)."""
+        if self._death is not None:
+            return str(self._death)
+        if any(task.done() for task in self._tasks):
+            return "a background task of the API process has ended"
+        silence = time.monotonic() - self._last_message
+        if self.state != "starting" and silence > STUCK_SECONDS:
+            return f"the engine is stuck: nothing was heard from it for {silence:.0f} s"
+        return None
+
+    # Life.
+
+    async def start(self) -> EngineInfo:
+        """Waits until the engine is ready. Raises what stopped it (UsageError, ModelLoadError, EngineDeadError)."""
+        loop = asyncio.get_running_loop()
+        self._ready = loop.create_future()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._tasks.append(loop.create_task(self._receive(), name="engine-outputs"))
+        threading.Thread(target=self._watch_process, args=(loop,), name="engine-watch", daemon=True).start()
+        info = await self._ready
+        self._front.connect(info, SystemClock())
+        return info
+
+    async def drain(self, timeout: float) -> bool:
+        """Takes no new request and waits for those in flight. False when time ran out."""
+        self._draining = True
+        if self._idle is None:
+            return True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    async def shutdown(self) -> None:
+        """Ends the engine; requests still in flight fail. Idempotent."""
+        self._draining = True
+        if self._death is None:
+            self._die("the server is shutting down")
+            await self._send(Shutdown())
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        self._inputs.close(linger=500)
+        self._outputs.close(linger=0)
+        await asyncio.to_thread(self._process.close)
+        self._context.destroy(linger=0)
+
+    def kill(self) -> None:
+        """Ends the engine at once, without an event loop: for a start-up that was interrupted."""
+        self._process.close(timeout_s=0.5)
+
+    # Work.
+
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        request_id: str,
+        priority: int = 0,
+        user: str = "",
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields deltas until every choice is finished. Closing the iterator aborts in the engine and frees the blocks.
+
+        Raises RequestError before the first delta for a request that cannot be served, EngineDeadError when the engine goes.
+        """
+        self._check_open()
+        requests = self._front.inputs.process(
+            prompt_token_ids, params, priority=priority, user=user, cache_salt=cache_salt
+        )
+        state = self._front.outputs.add(request_id, prompt, requests)
+        stream = _Stream(state)
+        self._streams[id(state)] = stream
+        if self._idle is not None:
+            self._idle.clear()
+        try:
+            for request in requests:
+                await self._send(request)
+            finished = False
+            while not finished:
+                output = await stream.next()
+                finished = output.finished
+                yield output
+        finally:
+            running = self._front.outputs.forget(state)
+            self._streams.pop(id(state), None)
+            if not self._streams and self._idle is not None:
+                self._idle.set()
+            if running and self._death is None:
+                self._send_now(AbortRequests(running))
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets cached prefixes; False when some are in use."""
+        return bool(await self.call("reset_prefix_cache"))
+
+    async def call(self, method: str, **arguments: Any) -> Any:
+        """An administrative call. Raises HotswapError with the engine's own words."""
+        self._check_open()
+        self._num_calls += 1
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[self._num_calls] = future
+        await self._send(Call(self._num_calls, method, arguments))
+        return await future
+
+    def _check_open(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(str(self._death))
+        if self.state == "starting":
+            raise RequestError("the engine is still starting", code="starting", status=503)
+        if self._draining:
+            raise RequestError("the server is shutting down", code="draining", status=503)
+
+    async def _send(self, message: FrontMessage) -> None:
+        await self._inputs.send(self._encoder.encode(message))
+
+    def _send_now(self, message: FrontMessage) -> None:
+        """Without awaiting: from a `finally` that may run while its task is being cancelled."""
+        self._inputs.send(self._encoder.encode(message))
+
+    async def _receive(self) -> None:
+        while True:
+            frame = await self._outputs.recv()
+            self._last_message = time.monotonic()
+            try:
+                message = self._decoder.decode(frame)
+            except msgspec.DecodeError as error:
+                logger.warning("dropped a frame that is not one of ours: %s", error)
+                continue
+            self._handle(message)
+
+    def _handle(self, message: EngineMessage) -> None:
+        if isinstance(message, Outputs):
+            if message.stats is not None:
+                self.stats = message.stats
+            for update in message.updates:
+                routed = self._front.outputs.apply(update)
+                if routed is None:
+                    continue
+                state, delta = routed
+                if state.to_abort:
+                    self._send_now(AbortRequests(state.to_abort))
+                    state.to_abort = []
+                stream = self._streams.get(id(state))
+                if stream is not None:
+                    stream.put(delta)
+        elif isinstance(message, Ready):
+            if self._ready is not None and not self._ready.done():
+                self._ready.set_result(message.info)
+        elif isinstance(message, StartupProgress):
+            if self.on_progress is not None:
+                self.on_progress(message)
+        elif isinstance(message, Reply):
+            future = self._calls.pop(message.call_id, None)
+            if future is not None and not future.done():
+                if message.error is not None:
+                    future.set_exception(HotswapError(message.error))
+                else:
+                    future.set_result(message.result)
+        elif isinstance(message, Dead):
+            self._die(message.cause, message.exit_code)
+
+    def _die(self, cause: str, exit_code: int = 1) -> None:
+        """The first cause is the root cause and stays."""
+        if self._death is not None:
+            return
+        self._death = EngineDeadError(cause)
+        self._death.exit_code = exit_code
+        if self._ready is not None and not self._ready.done():
+            kinds: dict[int, type[HotswapError]] = {2: UsageError, 1: ModelLoadError}
+            self._ready.set_exception(kinds.get(exit_code, EngineDeadError)(cause))
+        for stream in list(self._streams.values()):
+            stream.fail(self._death)
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(cause))
+        self._calls.clear()
+
+    def _watch_process(self, loop: asyncio.AbstractEventLoop) -> None:
+        status = self._process.wait()
+        # A dying engine's last message is still on its way; what it says goes before what its exit status says.
+        time.sleep(0.2)
+        try:
+            loop.call_soon_threadsafe(self._on_exit, status)
+        except RuntimeError:
+            pass  # the loop is closed: nobody is left to be told
+
+    def _on_exit(self, status: int) -> None:
+        if self._death is None:
+            logger.error("%s", describe_exit(status))
+        self._die(describe_exit(status))

@@ -1,0 +1,86 @@
+"""What both front ends share: a checkpoint's tokenizer and template, defaults, and the two processors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..clock import Clock
+from ..config import EngineConfig
+from ..contracts.loader import Checkpoint
+from ..errors import RequestError, UsageError
+from ..text.chat_template import ChatTemplate
+from ..text.tokenizer import Tokenizer
+from .input_processor import InputLimits, InputProcessor
+from .output_processor import OutputProcessor
+from .wire import EngineInfo
+
+# generation_config.json's names -> ours; names absent here have no meaning for sampling.
+_GENERATION_NAMES = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+class FrontEnd:
+    """Built once the checkpoint is open; `connect` completes it when the engine's facts are known. No torch here."""
+
+    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, tokenizer_checkpoint: Checkpoint | None = None) -> None:
+        self._config = config
+        text_source = tokenizer_checkpoint or checkpoint
+        self.tokenizer: Tokenizer | None = None
+        self.chat_template: ChatTemplate | None = None
+        if not config.model.skip_tokenizer_init:
+            spec = text_source.tokenizer_spec()
+            if spec is None:
+                raise UsageError(
+                    f"{text_source.path} has no tokenizer: give one with --tokenizer FOLDER, or serve token ids only "
+                    "with --skip-tokenizer-init"
+                )
+            self.tokenizer = Tokenizer(spec)
+            template = _template_text(config.model.chat_template) or text_source.chat_template
+            if template is not None:
+                self.chat_template = ChatTemplate(template, self.tokenizer.named_special_tokens)
+        self.eos_token_ids = tuple(sorted({*checkpoint.eos_token_ids, *text_source.eos_token_ids}))
+        self.generation_defaults = generation_defaults(checkpoint.generation_config, config)
+        ceiling = config.model.override_generation_config.get("max_new_tokens")
+        self._limits = InputLimits(config.max_logprobs, ceiling)
+
+    def connect(self, info: EngineInfo, clock: Clock) -> None:
+        """Called once, with the engine's facts."""
+        self.info = info
+        self.inputs = InputProcessor(info, self.tokenizer, self.eos_token_ids, clock, self._limits)
+        self.outputs = OutputProcessor(self.tokenizer)
+
+    def encode(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a raw prompt. Raises RequestError without a tokenizer."""
+        if self.tokenizer is None:
+            raise RequestError("this engine runs without a tokenizer: send token ids", param="prompt")
+        return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+
+
+def generation_defaults(generation_config: dict[str, Any], config: EngineConfig) -> dict[str, Any]:
+    """Sampling defaults, under SamplingParams' names: the model author's, replaced by the operator's.
+
+    A null means "not said". `do_sample` is not read: a client that sends no temperature expects OpenAI's default.
+    """
+    author = {} if config.model.generation_config == "none" else generation_config
+    merged = {**author, **config.model.override_generation_config}
+    defaults = {ours: merged[theirs] for theirs, ours in _GENERATION_NAMES.items() if merged.get(theirs) is not None}
+    return defaults
+
+
+def _template_text(value: str | None) -> str | None:
+    """`--chat-template` is a file when such a file exists, else the template itself."""
+    if value is None:
+        return None
+    if "{" not in value:
+        path = Path(value)
+        if not path.is_file():
+            raise UsageError(f"--chat-template {value}: no such file, and it is no template either (no '{{')")
+        return path.read_text(encoding="utf-8")
+    return value

@@ -1,0 +1,267 @@
+"""Offline use: `LLM(model).generate(prompts)`. The engine runs in this process; the caller's thread drives the step loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from ..clock import SystemClock
+from ..config import DEFAULT_MODEL, EngineConfig
+from ..errors import RequestError, UsageError
+from ..outputs import RequestOutput
+from ..sampling_params import SamplingParams
+from .output_processor import merge_delta
+
+if TYPE_CHECKING:
+    from ..plugin_manager import PluginManager
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """An engine in this process.
+
+    model: local path, hub id or `pypi:PACKAGE`; the embedded default when None. plugins: values of `--plugin`, in the same
+    syntax. Every other keyword is a setting of the same name as the command line's (`max_num_seqs`, `dtype`, ...).
+    Raises UsageError, PluginError or ModelLoadError with one line that says what to do.
+    """
+
+    builtins: ClassVar[tuple[str, ...]] = ()  # the built-in plugins' modules; the facade's LLM fills it, the core names none
+
+    def __init__(self, model: str | None = None, *, plugins: Sequence[str] = (), **settings: Any) -> None:
+        from .assembly import make_manager
+
+        config = EngineConfig.from_flat(model=model or DEFAULT_MODEL, plugin=list(plugins), **settings)
+        self._start(make_manager(config, self.builtins), config)
+
+    def _start(self, manager: PluginManager, config: EngineConfig) -> None:
+        from .assembly import assemble_engine, open_checkpoints, resolve_model
+        from .front_end import FrontEnd
+
+        resolved = resolve_model(manager, config, report=None)
+        checkpoints = open_checkpoints(manager, config, resolved)
+        self._front = FrontEnd(checkpoints.model, config, checkpoints.tokenizer)
+        checkpoints.close()
+        self._engine = assemble_engine(manager, config, str(resolved.path), resolved.loader, SystemClock(), report=None)
+        self._front.connect(self._engine.info, SystemClock())
+        self.config = config
+        self._num_requests = 0
+        self._closed = False
+
+    @property
+    def info(self) -> Any:
+        """Facts of the running engine: window, blocks, dtype, device, plugins."""
+        return self._engine.info
+
+    @property
+    def stats(self) -> Any:
+        """Counters and gauges of the running engine (`EngineStats`)."""
+        return self._engine.core.stats()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Runs all prompts together and returns their outputs in order.
+
+        prompts: texts, lists of token ids, or `{"prompt": text}` / `{"prompt_token_ids": ids}`; one or a list of them.
+        sampling_params: one for all, or one each; the model's defaults when None. use_tqdm: show a progress bar.
+        Raises RequestError for a prompt that cannot be served (nothing is run then).
+        """
+        self._check_open()
+        items = _as_list(prompts)
+        params = self._params_for(sampling_params, len(items))
+        priorities = list(priority) if priority is not None else [0] * len(items)
+        if len(priorities) != len(items):
+            raise RequestError(f"{len(items)} prompts but {len(priorities)} priorities", param="priority")
+        prepared = [self._prepare(item) for item in items]
+        return self._run(prepared, params, priorities, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Renders one conversation, or a list of them, through the model's chat template and generates.
+
+        chat_template: another template instead of the model's; it comes from the caller of Python code, so it is trusted.
+        """
+        self._check_open()
+        template, tokenizer = self._front.chat_template, self._front.tokenizer
+        if tokenizer is None or (template is None and chat_template is None):
+            raise UsageError(f"{self.config.model.model} has no chat template: give one with chat_template=")
+        if chat_template is not None:
+            from ..text.chat_template import ChatTemplate
+
+            template = ChatTemplate(chat_template, tokenizer.named_special_tokens)
+        assert template is not None  # mypy: the case was refused above
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        prompts: list[Prompt] = []
+        for conversation in conversations:
+            rendered = template.render(
+                list(conversation),  # type: ignore[arg-type]
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=None if tools is None else list(tools),
+                kwargs=dict(chat_template_kwargs or {}),
+            )
+            prompts.append({"prompt": rendered.text, "prompt_token_ids": tokenizer.encode_chat(rendered)})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer, or None when the engine runs without one."""
+        return self._front.tokenizer
+
+    def default_sampling_params(self) -> SamplingParams:
+        """The model author's defaults."""
+        return SamplingParams(**self._front.generation_defaults)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets cached prefixes; False when some are in use."""
+        self._check_open()
+        return self._engine.core.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """Audits the block accounting. Raises HotswapError with the difference when something leaks."""
+        self._engine.core.mechanism.check_integrity()
+
+    def shutdown(self) -> None:
+        """Frees the device. Idempotent; the object cannot be used afterwards."""
+        if not self._closed:
+            self._closed = True
+            self._engine.core.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.shutdown()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this LLM was shut down; make a new one")
+
+    def _params_for(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams]:
+        if params is None:
+            params = self.default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise RequestError(f"{count} prompts but {len(params)} sampling_params: give one for all, or one each")
+        return params
+
+    def _prepare(self, item: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(item, str):
+            return item, self._front.encode(item)
+        if isinstance(item, Mapping):
+            text = item.get("prompt")
+            ids = item.get("prompt_token_ids")
+            if ids is not None:
+                return text, list(ids)
+            if isinstance(text, str):
+                return text, self._front.encode(text)
+            raise RequestError("a prompt mapping needs 'prompt' or 'prompt_token_ids'", param="prompt")
+        return None, list(item)
+
+    def _run(
+        self,
+        prepared: Sequence[tuple[str | None, list[int]]],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        front, core = self._front, self._engine.core
+        requests = [
+            front.inputs.process(ids, p, priority=rank)
+            for (_, ids), p, rank in zip(prepared, params, priorities, strict=True)
+        ]
+        totals: dict[int, RequestOutput] = {}
+        order: list[RequestOutput] = []
+        with _Progress(len(prepared), use_tqdm) as progress:
+            try:
+                for (text, ids), group in zip(prepared, requests, strict=True):
+                    self._num_requests += 1
+                    state = front.outputs.add(str(self._num_requests), text, group)
+                    total = RequestOutput(state.request_id, text, ids, [])
+                    totals[id(state)] = total
+                    order.append(total)
+                    for request in group:
+                        refusal = core.add_request(request)
+                        if refusal is not None:
+                            raise RequestError(refusal.error or "refused", status=refusal.error_status)
+                while core.has_work():
+                    self._collect(totals, progress)
+            finally:
+                self._abandon_rest()
+        for total in order:
+            total.outputs.sort(key=lambda output: output.index)
+        return order
+
+    def _collect(self, totals: dict[int, RequestOutput], progress: _Progress) -> None:
+        for update in self._engine.core.step():
+            routed = self._front.outputs.apply(update)
+            if routed is None:
+                continue
+            state, delta = routed
+            merge_delta(totals[id(state)], delta)
+            if state.to_abort:
+                self._engine.core.abort(state.to_abort)
+                state.to_abort = []
+            progress.advance(sum(len(o.token_ids) for o in delta.outputs), finished=delta.finished)
+
+    def _abandon_rest(self) -> None:
+        """After an exception (Ctrl-C, a refusal): nothing of this call stays in the engine."""
+        left = self._front.outputs.states()
+        if not left:
+            return
+        for state in left:
+            self._engine.core.abort(self._front.outputs.forget(state))
+        while self._engine.core.has_work():
+            self._engine.core.step()
+
+
+class _Progress:
+    """A bar over requests with the rate of output tokens; nothing when not wanted."""
+
+    def __init__(self, total: int, enabled: bool) -> None:
+        self._total = total
+        self._enabled = enabled
+        self._num_tokens = 0
+
+    def __enter__(self) -> _Progress:
+        if self._enabled:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+            self._bar = Progress(
+                TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[rate]}")
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("requests", total=self._total, rate="")
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        if self._enabled:
+            self._bar.stop()
+
+    def advance(self, num_tokens: int, *, finished: bool) -> None:
+        if not self._enabled:
+            return
+        self._num_tokens += num_tokens
+        elapsed = self._bar.tasks[0].elapsed or 0.0
+        rate = f"{self._num_tokens / elapsed:.0f} output tokens/s" if elapsed else ""
+        self._bar.update(self._task, advance=1 if finished else 0, rate=rate)

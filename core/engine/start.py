@@ -1,0 +1,50 @@
+"""From settings to a running engine process and its client, in the order that starts it soonest."""
+
+from __future__ import annotations
+
+from ..config import EngineConfig
+from ..contracts.platform import PlatformContext
+from ..contracts.provider import DeviceInfo
+from ..clock import SystemClock
+from ..plugin_manager import PluginManager
+from .assembly import Report, freeze_manager, open_checkpoints, resolve_model
+from .client import EngineClient
+from .front_end import FrontEnd
+from .launch import EngineProcess, EngineSetup
+
+
+def start_engine(config: EngineConfig, manager: PluginManager, report: Report | None = None) -> EngineClient:
+    """Fetches the model, starts the engine process and reads tokenizer and template meanwhile.
+
+    manager: loaded, with the operator's choices. The client still has to be started inside an event loop. Raises PluginError, UsageError or ModelLoadError in one line.
+    """
+    environment = platform_environment(manager, config)
+    resolved = resolve_model(manager, config, report)
+    process = EngineProcess(environment)
+    try:
+        process.configure(
+            EngineSetup(
+                config=config.to_json().encode(),
+                plugins=freeze_manager(manager),
+                model_path=str(resolved.path),
+                loader=resolved.loader,
+                input_address=process.input_address,
+                output_address=process.output_address,
+            )
+        )
+        checkpoints = open_checkpoints(manager, config, resolved)
+        front = FrontEnd(checkpoints.model, config, checkpoints.tokenizer)
+        checkpoints.close()
+        return EngineClient(process, front, config)
+    except BaseException:
+        process.close(timeout_s=0.5)
+        raise
+
+
+def platform_environment(manager: PluginManager, config: EngineConfig) -> dict[str, str]:
+    """Variables that the platform wants to stand before torch is loaded. Opens no device."""
+    context = PlatformContext(
+        options=None, config=config, device=DeviceInfo(kind="host", name="host"), clock=SystemClock(), role="api"
+    )
+    choice = manager.choose("platform", context)
+    return dict(choice.provider.environment())

@@ -1,0 +1,135 @@
+"""Block tables of requests: grown, matched against the prefix index, released. The only code that touches pool and index together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..request import Request
+from .block_pool import BlockPool, PoolIntegrityError
+from .prefix_index import PrefixIndex
+
+
+class KVCacheManager:
+    """One cache group (all layers cache alike); plans carry a list per group, so that more can come.
+
+    num_blocks: usable blocks, without the null block. prefix_seed: see PrefixIndex.
+    """
+
+    num_groups = 1
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, prefix_seed: bytes | None = None
+    ) -> None:
+        self.enable_prefix_caching = enable_prefix_caching
+        self.block_size = block_size
+        self.index = PrefixIndex(block_size, prefix_seed)
+        self.pool = BlockPool(num_blocks, block_size, on_evict=self.index.remove)
+        self._last_match: tuple[int, int, list[int]] = (-1, 0, [])  # request id, evictions seen, blocks
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def can_match(self, request: Request) -> bool:
+        """Whether the request may use cached prefixes. One that owes prompt log-probabilities computes every position."""
+        return self.enable_prefix_caching and not request.prompt_logprobs_pending
+
+    def hint(self, request: Request) -> int:
+        """Tokens that a prefix hit would save now, for policies to look at."""
+        return len(self.index.match(request)) * self.block_size if self.can_match(request) else 0
+
+    def match(self, request: Request) -> list[int]:
+        """Blocks of the request's longest cached prefix, not yet referenced: valid until the pool is next allocated from.
+
+        Asked every step for the request at the head of the queue: only what is new since the last time is looked up.
+        """
+        if not self.can_match(request):
+            return []
+        request_id, num_evictions, blocks = self._last_match
+        if request_id != request.request_id or num_evictions != self.index.num_evictions:
+            blocks = []
+        blocks = blocks + self.index.match(request, start=len(blocks))
+        self._last_match = (request.request_id, self.index.num_evictions, blocks)
+        return blocks
+
+    def num_blocks_to_take(self, hits: list[int], num_tokens: int) -> int:
+        """Free blocks that a request with these hits takes out of the pool to hold `num_tokens`: hits that are free count too."""
+        ref_counts = self.pool.ref_counts
+        return self.num_blocks_for(num_tokens) - len(hits) + sum(ref_counts[block] == 0 for block in hits)
+
+    def num_private_blocks(self, request: Request) -> int:
+        """Blocks of the table that nobody else refers to: those that come free with it."""
+        ref_counts = self.pool.ref_counts
+        return sum(ref_counts[block] == 1 for block in request.block_ids)
+
+    def open_table(self, request: Request, hits: list[int], num_tokens: int) -> None:
+        """Gives an admitted request its hits and new blocks for `num_tokens` in all. Raises PlanError when they are not there."""
+        self.pool.share(hits)  # first: a new block must not evict a hit
+        try:
+            fresh = self.pool.allocate(self.num_blocks_for(num_tokens) - len(hits))
+        except BaseException:
+            self.pool.free(hits)
+            raise
+        request.block_ids = hits + fresh
+        request.num_hashed_blocks = len(hits)
+
+    def grow(self, request: Request, num_tokens: int) -> list[int]:
+        """Appends the blocks that the table lacks to hold `num_tokens`, and gives them. Raises PlanError when they are not there."""
+        fresh = self.pool.allocate(max(0, self.num_blocks_for(num_tokens) - len(request.block_ids)))
+        request.block_ids.extend(fresh)
+        return fresh
+
+    def index_computed(self, request: Request) -> None:
+        """Indexes the blocks that confirmed tokens have filled since the last call."""
+        full = request.num_computed_tokens // self.block_size
+        if self.enable_prefix_caching:
+            self.index.extend_keys(request, full)
+            for i in range(request.num_hashed_blocks, full):
+                block = request.block_ids[i]
+                if self.index.insert(request.block_hashes[i], block):
+                    self.pool.set_cached(block, True)
+        request.num_hashed_blocks = full
+
+    def release(self, request: Request, after: int | None) -> None:
+        """Takes the request's table away; the blocks come free after step `after` (now when None or complete)."""
+        self.pool.free(request.block_ids, after)
+        request.block_ids = []
+        request.num_hashed_blocks = 0
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets the prefixes in unreferenced blocks. Whether nothing is left: False while running requests hold indexed blocks."""
+        for block in self.index.blocks():
+            if self.pool.is_free(block):
+                self.index.remove(block)
+                self.pool.set_cached(block, False)
+        return len(self.index) == 0
+
+    def usage(self) -> float:
+        """Share of the usable blocks that is in use, 0 to 1."""
+        return 1.0 - self.pool.num_free_blocks / self.pool.num_blocks
+
+    def waste(self, running: Iterable[Request]) -> float:
+        """Unused token slots in the running requests' blocks over all their slots, 0 to 1; a shared block is counted once. O(running).
+
+        Only full blocks are shared, so unused slots are in private tails.
+        """
+        unused = sum(len(r.block_ids) * self.block_size - r.num_scheduled_tokens for r in running)
+        blocks = self.pool.num_blocks - self.pool.num_free_blocks - self.pool.num_blocks_only_deferred()
+        return unused / (blocks * self.block_size) if blocks else 0.0
+
+    def check_integrity(self, live: Iterable[Request]) -> None:
+        """Audits pool and index against the tables of the live requests. Raises PoolIntegrityError. O(blocks)."""
+        self.pool.check_integrity({r.request_id: r.block_ids for r in live})
+        faults = self.index.faults()
+        faults += [
+            f"block {block} is outside the pool"
+            for block in self.index.blocks()
+            if not 1 <= block <= self.pool.num_blocks
+        ]
+        for block in range(1, self.pool.num_blocks + 1):
+            if (block in self.index) != self.pool.is_cached(block):
+                faults.append(
+                    f"block {block}: index says {block in self.index}, pool says {self.pool.is_cached(block)}"
+                )
+        if faults:
+            raise PoolIntegrityError("the prefix index is broken: " + "; ".join(faults[:20]))

@@ -1,0 +1,67 @@
+"""Self-attention over the paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ..contracts.attention import AttentionLayer
+from ..contracts.model import ForwardContext
+from .linear import Linear
+from .norm import RMSNorm
+from .weights import WeightMap
+
+
+class SelfAttention:
+    """hidden [T, H] -> [T, H]: fused projection, optional norms of queries and keys, rotation, attention, output projection.
+
+    cos_sin: the layer's rotation table, None for a layer without positions. q_norm, k_norm: over each head, or over all heads of
+    a token together when `norm_all_heads`.
+    """
+
+    __slots__ = ("_cos_sin", "_head_dim", "_k_norm", "_norm_all_heads", "_output", "_q_norm", "_qkv", "_rope", "_split", "layer")
+
+    def __init__(
+        self,
+        layer: AttentionLayer,
+        qkv: Linear,
+        output: Linear,
+        rope: Callable[[Tensor, Tensor, Tensor, Tensor], None],
+        cos_sin: Tensor | None,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+        norm_all_heads: bool = False,
+    ) -> None:
+        self.layer = layer
+        self._qkv = qkv
+        self._output = output
+        self._rope = rope
+        self._cos_sin = cos_sin
+        self._q_norm = q_norm
+        self._k_norm = k_norm
+        self._norm_all_heads = norm_all_heads
+        self._head_dim = layer.head_dim_k
+        self._split = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+
+    def __call__(self, hidden: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
+        tokens = hidden.shape[0]
+        # q, k and v are views of one product: the rotation works in place on them and the cache write reads them strided.
+        q, k, v = self._qkv(hidden).view(tokens, -1, self._head_dim).split_with_sizes(self._split, 1)
+        if self._q_norm is not None and self._k_norm is not None:
+            q, k = self._normed(self._q_norm, q), self._normed(self._k_norm, k)
+        if self._cos_sin is not None:
+            self._rope(q, k, positions, self._cos_sin)
+        return self._output(context.attend(self.layer, q, k, v).view(tokens, -1))
+
+    def _normed(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        """x [T, heads, D] -> a new, contiguous [T, heads, D]."""
+        flat = x.reshape(x.shape[0], -1) if self._norm_all_heads else x.reshape(-1, self._head_dim)
+        return norm(flat).view(x.shape)
+
+    def register(self, weights: WeightMap) -> None:
+        self._qkv.register(weights)
+        self._output.register(weights)
+        for norm in (self._q_norm, self._k_norm):
+            if norm is not None:
+                norm.register(weights)

@@ -1,0 +1,13 @@
+"""What attention layers keep in the KV cache."""
+
+from __future__ import annotations
+
+from ..contracts.attention import AttentionLayer, CacheSpec
+from ..contracts.model import ModelContext
+
+
+def full_cache_spec(layer: AttentionLayer, context: ModelContext) -> CacheSpec:
+    """Every token of the context, in the dtype that the operator asked for, else the model's."""
+    asked = context.config.cache.kv_cache_dtype
+    dtype = str(context.torch_dtype).removeprefix("torch.") if asked == "auto" else asked
+    return CacheSpec("full", layer.num_kv_heads, layer.head_dim_k, layer.head_dim_v, dtype)

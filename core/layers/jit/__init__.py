@@ -1,0 +1,37 @@
+"""JIT toolkit: CPU kernels written in Python, compiled by LLVM in the engine process when they are first used.
+
+`builder` is the language, `vecmath` its mathematics, `parallel` its threads, `compiler` turns it into machine code for a
+`target`. Import it only in processes that run a model: it needs torch (for its OpenMP pool) and llvmlite.
+"""
+
+from __future__ import annotations
+
+from .builder import Buffer, Function, Module, Val, Var, pair_position, round_to_bf16, unpair
+from .compiler import CompiledModule, assembly, compile_module, stats
+from .parallel import Team, openmp_available, parallel_function
+from .target import Target, generic_target, host_target
+from .vecmath import exp, sigmoid, tanh
+
+__all__ = [
+    "Buffer",
+    "CompiledModule",
+    "Function",
+    "Module",
+    "Target",
+    "Team",
+    "Val",
+    "Var",
+    "assembly",
+    "compile_module",
+    "exp",
+    "generic_target",
+    "host_target",
+    "openmp_available",
+    "pair_position",
+    "parallel_function",
+    "round_to_bf16",
+    "sigmoid",
+    "stats",
+    "tanh",
+    "unpair",
+]

@@ -1,0 +1,74 @@
+"""Changes to the logits before temperature and filters, in a fixed order (see `sampler`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .penalties import PenaltyPool
+from .sampling_rows import Edits
+
+NEVER = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Where the S sampling rows stand. token_ids: [slots, stride] on the device, written up to `positions` (exclusive).
+
+    slots, positions, num_prompt_tokens: int64 [S]; a row's next token goes to `positions`.
+    """
+
+    token_ids: Tensor
+    slots: Tensor
+    positions: Tensor
+    num_prompt_tokens: Tensor
+
+
+def apply_edits(logits: Tensor, edits: Edits, history: History, pool: PenaltyPool) -> None:
+    """Edits logits float32 [E, V] in place: the rows `edits.rows` of the step's sampling rows, in that order."""
+    positions = history.positions.index_select(0, edits.rows)
+    num_outputs = positions - history.num_prompt_tokens.index_select(0, edits.rows)
+    if edits.allowed is not None:
+        at, mask = edits.allowed
+        logits.index_copy_(0, at, logits.index_select(0, at).masked_fill_(~mask, NEVER))
+    if edits.words is not None:
+        _ban_words(logits, edits, history, positions, num_outputs)
+    if edits.until is not None:
+        at, ids, thresholds = edits.until
+        _ban(logits, at, ids, num_outputs.index_select(0, at) < thresholds)
+    if edits.bias is not None:
+        at, ids, values = edits.bias
+        logits.index_put_((at, ids), values, accumulate=True)
+    if edits.forced is not None:
+        _force(logits, *edits.forced)
+    if edits.penalties is not None:
+        pool.apply(logits, *edits.penalties)
+
+
+def _ban(logits: Tensor, at: Tensor, ids: Tensor, condition: Tensor) -> None:
+    """Adds minus infinity where the condition holds; adding lets pairs repeat."""
+    change = torch.zeros(condition.shape, dtype=logits.dtype, device=logits.device).masked_fill_(condition, NEVER)
+    logits.index_put_((at, ids), change, accumulate=True)
+
+
+def _ban_words(logits: Tensor, edits: Edits, history: History, positions: Tensor, num_outputs: Tensor) -> None:
+    """Bans a word's last token where the output (the prompt does not count) ends in the rest of it."""
+    if edits.words is None:
+        return
+    at, last, prefixes, lengths = edits.words
+    stride = history.token_ids.shape[1]
+    back = torch.arange(-prefixes.shape[1], 0, device=logits.device)
+    places = positions.unsqueeze(1) + back  # [E, L]
+    slots = history.slots.index_select(0, edits.rows).unsqueeze(1)
+    recent = history.token_ids.view(-1).take(slots * stride + places.clamp_(min=0))
+    same = (recent.index_select(0, at) == prefixes) | (prefixes < 0)
+    _ban(logits, at, last, same.all(1) & (num_outputs.index_select(0, at) >= lengths))
+
+
+def _force(logits: Tensor, at: Tensor, forced: Tensor) -> None:
+    """Leaves only forced tokens, where at least one of them may be drawn."""
+    values = logits.index_select(0, at)
+    possible = (forced & (values > NEVER)).any(1, keepdim=True)
+    logits.index_copy_(0, at, values.masked_fill_(~forced & possible, NEVER))

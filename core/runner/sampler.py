@@ -1,0 +1,78 @@
+"""Draws tokens: one for each row of logits, each as if it were alone in the batch.
+
+Order of processing, in float32 whatever the model's dtype:
+  logits -> allowed tokens and grammar mask -> bad words -> tokens masked until min_tokens (all end-of-sequence and stop ids),
+  by ignore_eos, or by a logit_bias of -100 -> logit_bias (added; 100 also excludes all other tokens) -> repetition, frequency
+  and presence penalties -> temperature -> min_p -> top_k -> top_p -> draw.
+Greedy rows (temperature below 1e-5, or top_k 1) take the largest logit after the penalties, the lowest id among equal ones.
+Reported log-probabilities are the raw model's, before all of this.
+
+Rows are grouped by what they ask for, and a row pays only for its own features; every operation works within a row, so batch
+mates cannot change a result, not even in the last bit. A row whose logits are NaN is reported and harms no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .blockwise import row_max
+from .draw import draw_ordered, draw_unordered
+from .edits import History, apply_edits
+from .noise import uniform
+from .penalties import PenaltyPool
+from .sampling_rows import DrawGroup, SamplingBatch
+
+FAULTS = (
+    None,
+    "the model's logits are not finite (NaN or infinity)",
+    "no token can be drawn: allowed_token_ids, bad_words, logit_bias, min_tokens and ignore_eos together exclude all of them",
+)
+_NOT_FINITE, _NOTHING_LEFT = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """token_ids: int64 [S], always valid ids. faults: int64 [S], an index of FAULTS; 0 is no fault."""
+
+    token_ids: Tensor
+    faults: Tensor
+
+
+def sample(logits: Tensor, batch: SamplingBatch, history: History, pool: PenaltyPool) -> Drawn:
+    """logits: float32 [S, V], not modified. Updates the counts that penalties need with the drawn tokens."""
+    best, token_ids = row_max(logits)
+    faults = (~torch.isfinite(best)).to(torch.int64)
+    edited, edited_best = logits, best
+    if batch.edits is not None:
+        edited = logits.index_select(0, batch.edits.rows)
+        apply_edits(edited, batch.edits, history, pool)
+        edited_best, edited_ids = row_max(edited)
+        token_ids = token_ids.index_copy(0, batch.edits.rows, edited_ids)
+        nothing_left = torch.where(edited_best == float("-inf"), _NOTHING_LEFT, 0)
+        before = faults.index_select(0, batch.edits.rows)
+        faults = faults.index_copy(0, batch.edits.rows, torch.where(before > 0, before, nothing_left))
+    for group in batch.groups:
+        source, source_best = (edited, edited_best) if group.edited else (logits, best)
+        token_ids = token_ids.index_copy(0, group.rows, _draw(source, source_best, group, history.positions))
+    if batch.edits is not None and batch.edits.penalties is not None:
+        at, pool_rows, *_ = batch.edits.penalties
+        pool.record(pool_rows, token_ids.index_select(0, batch.edits.rows.index_select(0, at)))
+    return Drawn(token_ids, faults)
+
+
+def _draw(logits: Tensor, best: Tensor, group: DrawGroup, positions: Tensor) -> Tensor:
+    if group.source is not None:
+        logits, best = logits.index_select(0, group.source), best.index_select(0, group.source)
+    uniforms = uniform(group.seeds, positions.index_select(0, group.rows))
+    if group.ordered:
+        return draw_ordered(logits, best, group.temperature, group.min_p, group.top_k, group.top_p, uniforms)
+    return draw_unordered(logits, best, group.temperature, group.min_p, uniforms)
+
+
+def describe_faults(faults: Sequence[int]) -> list[str | None]:
+    """Sentences for `Drawn.faults` brought to the host."""
+    return [FAULTS[fault] for fault in faults]

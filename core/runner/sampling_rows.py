@@ -1,0 +1,268 @@
+"""What sampling needs to know about requests: `SamplingRow`, one a request, worked out at admission, and `SamplingBatch`, the
+rows of one step grouped by what they ask for. A batch is kept while the same requests sample step after step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..sampling_params import SamplingParams
+
+ALWAYS = 2**62  # more output tokens than any request can have
+BIAS_BAN, BIAS_FORCE = -100.0, 100.0
+OFF = 2.0  # a top_p that keeps everything, rounding included
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """One request's sampling, resolved against the model.
+
+    greedy: take the best token; temperature 0 and top_k 1 are the same thing. top_k: the width of the logits when off.
+    until: (token id, n): the token cannot be drawn while the request has fewer than n output tokens.
+    words: bad words of two and more tokens. forced: ids with a bias of 100. allowed: bool [V] or None.
+    penalty_row: the request's row in the PenaltyPool, or None.
+    """
+
+    greedy: bool
+    seed: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    until: tuple[tuple[int, int], ...]
+    words: tuple[tuple[int, ...], ...]
+    bias: tuple[tuple[int, float], ...]
+    forced: tuple[int, ...]
+    allowed: Tensor | None
+    repetition: float
+    presence: float
+    frequency: float
+    penalty_row: int | None
+    logprobs: int | None
+
+    @property
+    def edited(self) -> bool:
+        """Whether the logits change before temperature and filters."""
+        return bool(
+            self.until or self.words or self.bias or self.forced or self.allowed is not None or self.penalty_row is not None
+        )
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the draw needs tokens in order of probability."""
+        return self.top_p < 1.0 or self.top_k < ALWAYS
+
+
+def wants_penalties(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+def resolve_row(
+    params: SamplingParams, request_id: int, logits_width: int, device: str, penalty_row: int | None
+) -> SamplingRow:
+    """Works out a request's row. `ignore_eos` masks every end-of-sequence token, except one that is also a stop token id."""
+    until: dict[int, int] = {}
+    if params.min_tokens > 0:
+        until.update(dict.fromkeys([*params.eos_token_ids, *params.stop_token_ids], params.min_tokens))
+    if params.ignore_eos:
+        until.update({i: ALWAYS for i in params.eos_token_ids if i not in params.stop_token_ids})
+    until.update({word[0]: ALWAYS for word in params.bad_words_token_ids if len(word) == 1})
+    until.update({i: ALWAYS for i, value in params.logit_bias.items() if value == BIAS_BAN})
+    allowed = None
+    if params.allowed_token_ids is not None:
+        allowed = torch.zeros(logits_width, dtype=torch.bool, device=device)
+        allowed[torch.tensor(params.allowed_token_ids, dtype=torch.int64, device=device)] = True
+    return SamplingRow(
+        greedy=params.is_greedy or params.top_k == 1,
+        # The front end gives every request a seed; without one the request's number keeps results reproducible.
+        seed=params.seed if params.seed is not None else request_id,
+        temperature=params.temperature,
+        top_k=params.top_k if 0 < params.top_k < logits_width else ALWAYS,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        until=tuple((i, n) for i, n in until.items() if i < logits_width),
+        words=tuple(tuple(word) for word in params.bad_words_token_ids if len(word) > 1),
+        bias=tuple((i, v) for i, v in params.logit_bias.items() if v not in (BIAS_BAN, 0.0)),
+        forced=tuple(i for i, v in params.logit_bias.items() if v == BIAS_FORCE),
+        allowed=allowed,
+        repetition=params.repetition_penalty,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        penalty_row=penalty_row,
+        logprobs=params.logprobs,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """Changes to the logits of E rows. Tensors named `*_at` are int64 indices into those E rows; None: nobody asked.
+
+    rows: int64 [E], the places of the edited rows among the S sampling rows.
+    """
+
+    rows: Tensor
+    allowed: tuple[Tensor, Tensor] | None  # at [A], bool [A, V]
+    until: tuple[Tensor, Tensor, Tensor] | None  # at, token ids, thresholds; all [U]
+    words: tuple[Tensor, Tensor, Tensor, Tensor] | None  # at [W], last ids [W], prefixes [W, L] (-1 pads), prefix lengths [W]
+    bias: tuple[Tensor, Tensor, Tensor] | None  # at, token ids, float32 values; all [B]
+    forced: tuple[Tensor, Tensor] | None  # at [F], bool [F, V]
+    penalties: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None  # at, pool rows, repetition, presence, frequency; all [P]
+
+
+@dataclass(frozen=True, slots=True)
+class DrawGroup:
+    """Rows that draw in one way.
+
+    edited: whether they draw from the edited logits. ordered: whether top_k or top_p apply.
+    rows: int64 [D], places among the S sampling rows. source: int64 [D], places in the logits drawn from; None: all of them.
+    """
+
+    edited: bool
+    ordered: bool
+    rows: Tensor
+    source: Tensor | None
+    temperature: Tensor  # float32 [D]
+    min_p: Tensor | None  # float32 [D]; None: off for all
+    top_k: Tensor  # int64 [D]
+    top_p: Tensor  # float64 [D]; OFF where off
+    seeds: Tensor  # int64 [D]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """The S sampling rows of a step."""
+
+    edits: Edits | None
+    groups: tuple[DrawGroup, ...]
+    logprob_rows: tuple[int, ...]  # places of the rows that report log-probabilities
+    num_logprobs: tuple[int, ...]  # alternatives each of them asked for
+
+
+class _Builder:
+    """Uploads lists, None when empty."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def ints(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def floats(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def triples(self, found: list[tuple[int, int, float]], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor] | None:
+        if not found:
+            return None
+        at, ids, values = zip(*found, strict=True)
+        return self.ints(at), self.ints(ids), torch.tensor(values, dtype=dtype, device=self.device)
+
+    def masks(self, found: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor] | None:
+        if not found:
+            return None
+        return self.ints([at for at, _ in found]), torch.stack([mask for _, mask in found])
+
+
+def build_batch(
+    rows: Sequence[SamplingRow], masks: Mapping[int, Tensor], logits_width: int, device: str
+) -> SamplingBatch:
+    """rows: in sampling order. masks: place -> bool [V] of the tokens that a grammar allows there."""
+    build = _Builder(device)
+    edited = [place for place, row in enumerate(rows) if row.edited or place in masks]
+    at_of = {place: at for at, place in enumerate(edited)}
+    grouped: dict[tuple[bool, bool], list[int]] = {}
+    for place, row in enumerate(rows):
+        if not row.greedy:
+            grouped.setdefault((place in at_of, row.ordered), []).append(place)
+    groups = []
+    for (is_edited, ordered), places in grouped.items():
+        source = [at_of[place] for place in places] if is_edited else places
+        whole = len(source) == (len(edited) if is_edited else len(rows))
+        groups.append(_draw_group(build, [rows[p] for p in places], places, None if whole else source, is_edited, ordered))
+    with_logprobs = [(place, row.logprobs) for place, row in enumerate(rows) if row.logprobs is not None]
+    return SamplingBatch(
+        edits=_edits(build, [rows[p] for p in edited], edited, masks, logits_width) if edited else None,
+        groups=tuple(groups),
+        logprob_rows=tuple(place for place, _ in with_logprobs),
+        num_logprobs=tuple(count for _, count in with_logprobs),
+    )
+
+
+def _draw_group(
+    build: _Builder, rows: list[SamplingRow], places: list[int], source: list[int] | None, edited: bool, ordered: bool
+) -> DrawGroup:
+    min_p = [row.min_p for row in rows]
+    return DrawGroup(
+        edited=edited,
+        ordered=ordered,
+        rows=build.ints(places),
+        source=None if source is None else build.ints(source),
+        temperature=build.floats([row.temperature for row in rows]),
+        min_p=build.floats(min_p) if any(min_p) else None,
+        top_k=build.ints([row.top_k for row in rows]),
+        top_p=build.floats([row.top_p if row.top_p < 1.0 else OFF for row in rows], torch.float64),
+        seeds=build.ints([row.seed for row in rows]),
+    )
+
+
+def _edits(
+    build: _Builder, rows: list[SamplingRow], places: list[int], masks: Mapping[int, Tensor], logits_width: int
+) -> Edits:
+    allowed: list[tuple[int, Tensor]] = []
+    forced: list[tuple[int, Tensor]] = []
+    until: list[tuple[int, int, float]] = []
+    bias: list[tuple[int, int, float]] = []
+    words: list[tuple[int, tuple[int, ...]]] = []
+    penalised: list[tuple[int, SamplingRow, int]] = []
+    for at, (place, row) in enumerate(zip(places, rows, strict=True)):
+        both = [mask for mask in (row.allowed, masks.get(place)) if mask is not None]
+        if both:
+            allowed.append((at, both[0] & both[-1]))
+        if row.forced:
+            mask = torch.zeros(logits_width, dtype=torch.bool, device=build.device)
+            mask[build.ints(row.forced)] = True
+            forced.append((at, mask))
+        until.extend((at, token_id, count) for token_id, count in row.until)
+        bias.extend((at, token_id, value) for token_id, value in row.bias)
+        words.extend((at, word) for word in row.words)
+        if row.penalty_row is not None:
+            penalised.append((at, row, row.penalty_row))
+    return Edits(
+        rows=build.ints(places),
+        allowed=build.masks(allowed),
+        until=build.triples(until, torch.int64),
+        words=_words(build, words),
+        bias=build.triples(bias, torch.float32),
+        forced=build.masks(forced),
+        penalties=_penalties(build, penalised),
+    )
+
+
+def _words(build: _Builder, words: list[tuple[int, tuple[int, ...]]]) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    if not words:
+        return None
+    width = max(len(word) for _, word in words) - 1
+    prefixes = [[-1] * (width - len(word) + 1) + list(word[:-1]) for _, word in words]
+    return (
+        build.ints([at for at, _ in words]),
+        build.ints([word[-1] for _, word in words]),
+        torch.tensor(prefixes, dtype=torch.int64, device=build.device),
+        build.ints([len(word) - 1 for _, word in words]),
+    )
+
+
+def _penalties(
+    build: _Builder, found: list[tuple[int, SamplingRow, int]]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
+    if not found:
+        return None
+    return (
+        build.ints([at for at, _, _ in found]),
+        build.ints([pool_row for _, _, pool_row in found]),
+        build.floats([row.repetition for _, row, _ in found]),
+        build.floats([row.presence for _, row, _ in found]),
+        build.floats([row.frequency for _, row, _ in found]),
+    )

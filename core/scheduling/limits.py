@@ -1,0 +1,46 @@
+"""What a step and the queue may hold, and the checks of those settings at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingLimits:
+    """max_num_batched_tokens: tokens in a step. max_num_seqs: requests running at once. max_model_len: the model's window.
+
+    max_num_queued_reqs: requests waiting at once before more are refused with 429; None is no limit.
+    enable_chunked_prefill: whether a prompt may be split over steps. chunkable: the model's own word (False: never split,
+    and no prefix reuse either, since a token's KV then depends on what follows it).
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_num_queued_reqs: int | None = None
+    enable_chunked_prefill: bool = True
+    chunkable: bool = True
+
+    @property
+    def chunked(self) -> bool:
+        return self.enable_chunked_prefill and self.chunkable
+
+
+def effective_window(max_model_len: int, num_blocks: int, block_size: int) -> int:
+    """The most tokens that one request may have: the model's window, or what the whole pool holds if that is less."""
+    return min(max_model_len, num_blocks * block_size)
+
+
+def check_limits(limits: SchedulingLimits, window: int) -> None:
+    """Raises UsageError when these limits cannot serve every request that `window` (see effective_window) allows."""
+    for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+        if getattr(limits, name) < 1:
+            raise UsageError(f"{name} must be at least 1, got {getattr(limits, name)}")
+    if not limits.chunked and limits.max_num_batched_tokens < window:
+        why = "chunked prefill is off" if limits.chunkable else "this model's prompts cannot be split"
+        raise UsageError(
+            f"max_num_batched_tokens ({limits.max_num_batched_tokens}) is less than the window ({window} tokens), and {why}: "
+            f"a longer prompt could never run. Set max_num_batched_tokens to at least {window}, or lower max_model_len."
+        )

@@ -1,0 +1,258 @@
+"""The core's side of scheduling: states, allocation, preemption, confirmation. Decisions are the scheduler plugin's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..contracts.plan import RowResult, ScheduledRequest, StepResult
+from ..contracts.policy import Policy
+from ..contracts.scheduler import PoolView, RequestUpdate, SchedulingMechanism
+from ..errors import PlanError, RequestError
+from ..kv_cache.manager import KVCacheManager
+from ..request import Request, Status, WaitingReason
+from .admission import check_request, prepare_request
+from .limits import SchedulingLimits, check_limits, effective_window
+from .plan_builder import StepPlanBuilder
+from .prompt_logprobs import store_prompt_logprobs, take_prompt_logprobs
+from .state import InFlightStep, SchedulingState
+from .stop import stop_by_token
+
+if TYPE_CHECKING:
+    from ..engine.wire import EngineStats
+
+
+class Mechanism(SchedulingMechanism):
+    """Everything runs on one thread. Any number of steps may be in flight; results come in plan order.
+
+    Raises UsageError when the limits cannot serve what the window allows (see limits.check_limits).
+    """
+
+    def __init__(self, limits: SchedulingLimits, kv: KVCacheManager, policy: Policy) -> None:
+        self.limits = limits
+        self.window = effective_window(limits.max_model_len, kv.pool.num_blocks, kv.block_size)
+        check_limits(limits, self.window)
+        if not limits.chunkable:
+            kv.enable_prefix_caching = False
+        self.kv = kv
+        self._state = SchedulingState(limits, kv, policy)
+        self._builder: StepPlanBuilder | None = None
+
+    # What a scheduler plugin sees.
+
+    @property
+    def running(self) -> Sequence[Request]:
+        return self._state.running.requests
+
+    @property
+    def pool(self) -> PoolView:
+        return self.kv.pool
+
+    def begin_plan(self) -> StepPlanBuilder:
+        if self._builder is not None and not self._builder.built:
+            raise PlanError("the previous plan was not built")
+        self._builder = StepPlanBuilder(self._state)
+        return self._builder
+
+    def refuse(self, request_id: int, reason: str, status: int) -> None:
+        request = self._state.requests.get(request_id)
+        if request is None or request.status is not Status.WAITING:
+            raise PlanError(f"request {request_id} is not waiting, it cannot be refused")
+        self._state.finish(request)
+        self._state.pending_updates.append(_final_update(request, "error", error=reason, status=status))
+
+    def update(self, result: StepResult) -> list[RequestUpdate]:
+        state = self._state
+        step = self._oldest_step(result)
+        self.kv.pool.on_step_complete(step.step_id)
+        updates = self.take_updates()
+        for request, planned, row in zip(step.requests, step.rows, result.rows, strict=True):
+            request.num_in_flight_steps -= 1
+            if request.status is Status.FINISHED:
+                continue  # it ended while this step was in flight: what the step drew is nobody's
+            update = self._confirm(request, planned, row)
+            if update is not None:
+                updates.append(update)
+                if update.finish_reason is not None:
+                    state.finish(request)
+                    continue
+            if request.preempt_pending and request.num_in_flight_steps == 0:
+                state.preempt(request)
+        return updates
+
+    # What the engine uses.
+
+    def add(self, request: Request, waiting_for: WaitingReason | None = None) -> None:
+        """Queues a new request. Raises RequestError when it is refused: 400 when it can never be served, 429 when the queue is full.
+
+        waiting_for: what it lacks beyond a place in the batch; `release` queues it once that is there.
+        """
+        state = self._state
+        if request.request_id in state.requests:
+            raise RequestError(f"request id {request.request_id} is in use", status=500)
+        check_request(request, self.limits, self.window, self.num_waiting)
+        prepare_request(request, self.window)
+        request.num_cached_prompt_tokens = self.kv.hint(request)
+        state.requests[request.request_id] = request
+        if waiting_for is None:
+            state.enqueue(request)
+        else:
+            state.hold(request, waiting_for)
+
+    def release(self, request_id: int) -> None:
+        """Queues a request that was waiting for something. Unknown ids are ignored: it may have been aborted meanwhile."""
+        request = self._state.requests.get(request_id)
+        if request is not None and request.status is Status.WAITING_FOR:
+            self._state.leave_queue(request)
+            self._state.enqueue(request)
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request: at once when no step in flight holds it, else at its next update. Unknown ids are ignored."""
+        state = self._state
+        request = state.requests.get(request_id)
+        if request is None:
+            return
+        if request.num_in_flight_steps:
+            request.finish_pending = "abort"
+            state.leaving[request_id] = self.kv.num_private_blocks(request)
+            return
+        if request.status is Status.WAITING:
+            self.policy.remove(request_id)
+        update = _final_update(request, "abort")
+        state.finish(request)
+        state.pending_updates.append(update)
+
+    def take_updates(self) -> list[RequestUpdate]:
+        """Ends that came about outside `update`: aborts, refusals. Each is handed out once, here or by the next `update`."""
+        updates, self._state.pending_updates = self._state.pending_updates, []
+        return updates
+
+    @property
+    def policy(self) -> Policy:
+        return self._state.policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        """Swaps the policy while serving: those that wait are pushed into the new one. The scheduler's own reference is the caller's."""
+        waiting = list(self._state.policy.waiting())
+        self._state.policy = policy
+        for view in waiting:
+            policy.push(view)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._state.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._state.num_queued + self._state.num_waiting_for
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests whose end has not been handed out."""
+        return len(self._state.requests) + len(self._state.pending_updates)
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        return len(self._state.in_flight)
+
+    @property
+    def num_pending_removals(self) -> int:
+        """Requests that the runner still holds and that have stopped running; they go with the next plan."""
+        return len(self._state.pending_removals)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets cached prefixes in unreferenced blocks; whether none is left."""
+        return self.kv.reset_prefix_cache()
+
+    def fill_stats(self, stats: EngineStats) -> None:
+        """Sets the gauges and counters that belong to scheduling. O(running)."""
+        state = self._state
+        stats.num_running = self.num_running
+        stats.num_waiting = self.num_waiting
+        stats.kv_usage = self.kv.usage()
+        stats.kv_waste = self.kv.waste(state.running.requests)
+        stats.num_preemptions_recompute = state.num_preemptions
+        stats.prefix_queries = state.prefix_queries
+        stats.prefix_hits = state.prefix_hits
+
+    def check_integrity(self) -> None:
+        """Audits blocks, index and counts. Raises PoolIntegrityError or PlanError. O(blocks + requests): when idle, and in tests."""
+        state = self._state
+        self.kv.check_integrity(state.requests.values())
+        state.check_policy()
+        for request in state.requests.values():
+            if request.status is not Status.RUNNING and (request.block_ids or request.num_in_flight_steps):
+                raise PlanError(
+                    f"request {request.request_id} is {request.status.value} and still holds blocks or is in flight"
+                )
+
+    # Confirmation of one row.
+
+    def _oldest_step(self, result: StepResult) -> InFlightStep:
+        state = self._state
+        if not state.in_flight or state.in_flight[0].step_id != result.step_id:
+            expected = state.in_flight[0].step_id if state.in_flight else "none"
+            raise PlanError(f"result of step {result.step_id}, but the oldest step in flight is {expected}")
+        step = state.in_flight.popleft()
+        if [row.request_id for row in result.rows] != [row.request_id for row in step.rows]:
+            raise PlanError(f"the rows of the result of step {result.step_id} are not those of its plan")
+        return step
+
+    def _confirm(self, request: Request, planned: ScheduledRequest, row: RowResult) -> RequestUpdate | None:
+        """Moves the request's confirmed state past this step; None when the client learns nothing from it."""
+        if request.finish_pending is not None:
+            return _final_update(request, request.finish_pending)
+        if row.error is not None:
+            return _final_update(request, "error", error=row.error)
+        tokens = row.token_ids
+        if len(tokens) != planned.samples:
+            raise PlanError(
+                f"request {request.request_id}: {len(tokens)} tokens drawn in step with samples={planned.samples}"
+            )
+        computed = request.num_computed_tokens + planned.num_tokens
+        request.num_computed_tokens = computed
+        finish: str | None = None
+        stop_reason: int | None = None
+        if planned.samples:
+            outputs = request.output_token_ids
+            outputs.append(tokens[0])
+            request.num_placeholders -= 1
+            if tokens[0] in request.stopping_ids and (stop := stop_by_token(request, tokens[0])) is not None:
+                finish, stop_reason = stop
+            elif len(outputs) >= request.max_tokens:
+                finish = "length"
+        elif request.max_tokens == 0 and computed >= len(request.prompt_token_ids):
+            finish = "length"
+        if computed >= (request.num_hashed_blocks + 1) * self.kv.block_size:
+            self.kv.index_computed(request)
+        prompt_logprobs = None
+        if request.prompt_logprobs_pending:
+            store_prompt_logprobs(request, row.prompt_logprobs)
+            prompt_logprobs = take_prompt_logprobs(request)
+        if not tokens and finish is None and prompt_logprobs is None:
+            return None
+        if tokens and self._state.on_tokens is not None:
+            self._state.on_tokens(request, len(tokens))
+        return RequestUpdate(
+            request.request_id,
+            tokens,
+            finish,
+            stop_reason,
+            row.logprobs,
+            prompt_logprobs,
+            request.num_cached_prompt_tokens,
+        )
+
+
+def _final_update(request: Request, reason: str, *, error: str | None = None, status: int = 500) -> RequestUpdate:
+    """The last word about a request that ends without a token."""
+    was_admitted = request.status is Status.RUNNING or request.num_preemptions > 0
+    return RequestUpdate(
+        request.request_id,
+        [],
+        reason,
+        num_cached_tokens=request.num_cached_prompt_tokens if was_admitted else 0,
+        error=error,
+        error_status=status,
+    )

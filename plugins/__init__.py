@@ -1,0 +1,18 @@
+"""The built-in plugins. Each file is one that a third party could have written; nothing is imported until asked for."""
+
+from __future__ import annotations
+
+if __name__ != "hotswap.plugins":
+    raise ImportError(f"this folder is the package 'hotswap.plugins', not {__name__!r}: write 'import hotswap.plugins'")
+
+# Module paths. A module here is cheap to import: what is heavy, it imports when its `build` is called.
+BUILTIN_PLUGINS: tuple[str, ...] = (
+    "hotswap.plugins.schedulers.continuous_batching",
+    "hotswap.plugins.schedulers.policies.fcfs",
+    "hotswap.plugins.schedulers.policies.priority",
+    "hotswap.plugins.schedulers.victims.newest",
+    "hotswap.plugins.schedulers.victims.lowest_priority",
+    "hotswap.plugins.attention.torch_reference",
+    "hotswap.plugins.quantization.none",
+    "hotswap.plugins.models.dense_decoder",
+)

@@ -1,0 +1,1 @@
+"""Built-in kernels: fast versions of the operations that models are made of."""

@@ -1,0 +1,1 @@
+"""Built-in loaders (checkpoint formats) and sources (where a model comes from)."""

@@ -1,0 +1,177 @@
+"""Loader `safetensors`: a HuggingFace folder with one safetensors file or a sharded set with an index."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hotswap.core.contracts.loader import Checkpoint, Loader, ModelLoadError, TokenizerSpec
+
+from .hf_folder import read_folder, read_json
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+
+
+class SafetensorsLoader(Loader):
+    """A folder with config.json. One that holds only pickled weights is recognised, to be refused with the reason."""
+
+    name = "safetensors"
+
+    def accepts(self, path: Path) -> bool:
+        if not path.is_dir():
+            return path.suffix in (".bin", ".pt", ".pth", ".safetensors")
+        if any(path.glob("*.safetensors")) or (path / INDEX).is_file():
+            return True
+        return (path / "config.json").is_file() and not any(path.glob("*.gguf"))
+
+    def open(self, path: Path, *, trust_remote_code: bool = False) -> SafetensorsCheckpoint:
+        if not path.is_dir():
+            if path.suffix == ".safetensors":
+                raise ModelLoadError(f"{path}: name the folder that holds it, with its config.json")
+            raise ModelLoadError(_pickle_refusal(path))
+        return SafetensorsCheckpoint(path)
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """Headers are read and checked at opening, so that a damaged file is known before anything else is done."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        metadata = read_folder(folder)
+        self.config = metadata.config
+        self.generation_config = metadata.generation_config
+        self.chat_template = metadata.chat_template
+        self.eos_token_ids = metadata.eos_token_ids()
+        self.needs_remote_code = metadata.needs_remote_code
+        self._metadata = metadata
+        self._shards = _read_shards(folder)
+        self.total_bytes = sum(size for shard in self._shards.values() for size in shard.values())
+
+    def tokenizer_spec(self) -> TokenizerSpec | None:
+        return self._metadata.tokenizer_spec()
+
+    def weight_names(self) -> list[str]:
+        return [name for shard in self._shards.values() for name in shard]
+
+    def weights(self, dtype: torch.dtype | None, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        from safetensors import SafetensorError, safe_open
+
+        for path, shard in self._shards.items():
+            wanted = [name for name in shard if names is None or name in names]
+            if not wanted:
+                continue
+            try:
+                with safe_open(path, framework="pt", device="cpu") as file:
+                    for name in wanted:
+                        yield name, _converted(file.get_tensor(name), dtype)
+            except SafetensorError as error:
+                raise ModelLoadError(f"{path}: {error}") from error
+
+    def close(self) -> None:
+        """Nothing stays open between reads."""
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None or not tensor.is_floating_point() or tensor.element_size() < 2:
+        return tensor
+    return tensor.to(dtype)
+
+
+def _read_shards(folder: Path) -> dict[Path, dict[str, int]]:
+    """Shard -> its tensors and their bytes, shards in name order, tensors in file order.
+
+    The index decides which files belong to the model; without one, `model.safetensors`, else all shards of the usual
+    names, else the only file there is. Files such as consolidated.safetensors are never read beside a model of its own.
+    """
+    if (folder / INDEX).is_file():
+        return _indexed_shards(folder)
+    files = [folder / "model.safetensors"]
+    if not files[0].is_file():
+        files = sorted(path for path in folder.glob("*.safetensors") if _SHARD.fullmatch(path.name))
+        if files:
+            count = int(files[0].stem.rsplit("-", 1)[1])
+            if len(files) != count:
+                raise ModelLoadError(f"{folder}: has {len(files)} of {count} shards and no {INDEX}")
+    if not files:
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise ModelLoadError(_pickle_refusal(folder))
+        if len(files) > 1:
+            names = ", ".join(path.name for path in files)
+            raise ModelLoadError(f"{folder}: cannot tell which of {names} are the model: there is no {INDEX}")
+    shards = {path: read_header(path) for path in files}
+    _refuse_duplicates(shards)
+    return shards
+
+
+def _indexed_shards(folder: Path) -> dict[Path, dict[str, int]]:
+    index = folder / INDEX
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelLoadError(f"{index}: weight_map must map tensor names to file names")
+    shards: dict[Path, dict[str, int]] = {}
+    for name in sorted(set(weight_map.values())):
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelLoadError(f"{index}: {name!r} is not the name of a safetensors file in this folder")
+        path = folder / name
+        if not path.is_file():
+            raise ModelLoadError(f"{path}: the index names this file, but it is missing")
+        shards[path] = read_header(path)
+    for tensor, name in weight_map.items():
+        if tensor not in shards[folder / name]:
+            raise ModelLoadError(f"{folder / name}: does not hold the tensor {tensor!r} that the index promises")
+    _refuse_duplicates(shards)
+    return shards
+
+
+def _refuse_duplicates(shards: dict[Path, dict[str, int]]) -> None:
+    owner: dict[str, Path] = {}
+    for path, shard in shards.items():
+        for tensor in shard:
+            if tensor in owner:
+                raise ModelLoadError(f"{path}: the tensor {tensor!r} is also in {owner[tensor].name}")
+            owner[tensor] = path
+
+
+def read_header(path: Path) -> dict[str, int]:
+    """The tensors of a safetensors file and their bytes, in file order; checks that the file is as long as it says."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(size - 8, _MAX_HEADER_BYTES):
+                raise ModelLoadError(f"{path}: truncated or damaged: its header claims {length} bytes")
+            header = json.loads(file.read(length))
+        entries = [(info["data_offsets"], name) for name, info in header.items() if name != "__metadata__"]
+        ends = [end for (start, end), _ in entries if 0 <= start <= end]
+    except struct.error:
+        raise ModelLoadError(f"{path}: truncated or damaged: it is {size} bytes long") from None
+    except OSError as error:
+        raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ModelLoadError(f"{path}: damaged: its header cannot be read") from error
+    expected = 8 + length + max(ends, default=0)
+    if len(ends) != len(entries) or size != expected:
+        raise ModelLoadError(f"{path}: truncated or damaged: it is {size} bytes long, its header says {expected}")
+    return {name: end - start for (start, end), name in sorted(entries, key=lambda entry: entry[0])}
+
+
+def _pickle_refusal(path: Path) -> str:
+    pickles = [path] if path.is_file() else sorted(file for pattern in _PICKLES for file in path.glob(pattern))
+    if not pickles:
+        return f"{path}: has no weights: neither safetensors nor GGUF files"
+    return (
+        f"{pickles[0]}: pickled weights can run code when they are opened and are not read. "
+        "Use a safetensors or GGUF version of the model, or convert it"
+    )

@@ -1,0 +1,109 @@
+"""The three ways in which decoder layers arrange their norms.
+
+A block takes the residual stream and the last block's output that is still to be added to it (None before the first), adds it in
+place, and returns its own output, not yet added. So each addition is fused with the norm that follows, across blocks too.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from hotswap.core.contracts.model import ForwardContext
+from hotswap.core.layers.attention import SelfAttention
+from hotswap.core.layers.mlp import GatedMLP
+from hotswap.core.layers.norm import RMSNorm
+from hotswap.core.layers.weights import WeightMap
+
+
+class Block(Protocol):
+    """One decoder layer. residual [T, H] is changed in place; delta [T, H] may be too."""
+
+    attention: SelfAttention
+
+    def __call__(self, delta: Tensor | None, residual: Tensor, positions: Tensor, context: ForwardContext) -> Tensor: ...
+
+    def register(self, weights: WeightMap) -> None: ...
+
+
+class PreNormBlock:
+    """Llama's order: norm, attention, add, norm, MLP, add. residual_scale multiplies both outputs (Granite)."""
+
+    __slots__ = ("_attention_norm", "_mlp", "_mlp_norm", "_scale", "attention")
+
+    def __init__(
+        self, attention_norm: RMSNorm, attention: SelfAttention, mlp_norm: RMSNorm, mlp: GatedMLP, residual_scale: float = 1.0
+    ) -> None:
+        self._attention_norm = attention_norm
+        self.attention = attention
+        self._mlp_norm = mlp_norm
+        self._mlp = mlp
+        self._scale = None if residual_scale == 1.0 else residual_scale
+
+    def __call__(self, delta: Tensor | None, residual: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
+        hidden = self._attention_norm(residual) if delta is None else self._attention_norm.add(delta, residual)
+        hidden = self.attention(hidden, positions, context)
+        if self._scale is not None:
+            hidden.mul_(self._scale)
+        hidden = self._mlp(self._mlp_norm.add(hidden, residual))
+        return hidden if self._scale is None else hidden.mul_(self._scale)
+
+    def register(self, weights: WeightMap) -> None:
+        for part in (self._attention_norm, self.attention, self._mlp_norm, self._mlp):
+            part.register(weights)
+
+
+class SandwichBlock:
+    """Gemma 2's order: norm, attention, norm, add, norm, MLP, norm, add."""
+
+    __slots__ = ("_after_attention", "_after_mlp", "_before_attention", "_before_mlp", "_mlp", "attention")
+
+    def __init__(
+        self,
+        before_attention: RMSNorm,
+        attention: SelfAttention,
+        after_attention: RMSNorm,
+        before_mlp: RMSNorm,
+        mlp: GatedMLP,
+        after_mlp: RMSNorm,
+    ) -> None:
+        self._before_attention = before_attention
+        self.attention = attention
+        self._after_attention = after_attention
+        self._before_mlp = before_mlp
+        self._mlp = mlp
+        self._after_mlp = after_mlp
+
+    def __call__(self, delta: Tensor | None, residual: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
+        hidden = self._before_attention(residual) if delta is None else self._before_attention.add(delta, residual)
+        hidden = self._after_attention(self.attention(hidden, positions, context))
+        hidden = self._before_mlp.add(hidden, residual)
+        return self._after_mlp(self._mlp(hidden))
+
+    def register(self, weights: WeightMap) -> None:
+        parts = (self._before_attention, self.attention, self._after_attention, self._before_mlp, self._mlp, self._after_mlp)
+        for part in parts:
+            part.register(weights)
+
+
+class PostNormBlock:
+    """OLMo 2's order: attention, norm, add, MLP, norm, add."""
+
+    __slots__ = ("_after_attention", "_after_mlp", "_mlp", "attention")
+
+    def __init__(self, attention: SelfAttention, after_attention: RMSNorm, mlp: GatedMLP, after_mlp: RMSNorm) -> None:
+        self.attention = attention
+        self._after_attention = after_attention
+        self._mlp = mlp
+        self._after_mlp = after_mlp
+
+    def __call__(self, delta: Tensor | None, residual: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
+        if delta is not None:
+            residual.add_(delta)
+        residual.add_(self._after_attention(self.attention(residual, positions, context)))
+        return self._after_mlp(self._mlp(residual))
+
+    def register(self, weights: WeightMap) -> None:
+        for part in (self.attention, self._after_attention, self._mlp, self._after_mlp):
+            part.register(weights)

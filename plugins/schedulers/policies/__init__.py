@@ -1,0 +1,1 @@
+"""Policies: the order in which waiting requests are served."""

@@ -1,0 +1,1 @@
+"""Victim rules: who yields when KV blocks run out."""

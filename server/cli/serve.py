@@ -1,0 +1,125 @@
+"""`hotswap serve [MODEL]`: a model behind the OpenAI API.
+
+The socket is bound first: a taken port is told within the second, and until the model is loaded /health answers 503.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from hotswap.core.config import EngineConfig, ServerConfig
+from hotswap.core.errors import UsageError
+
+from ..listening import bind, is_loopback, url_of
+from .flags import add_flags
+from .progress import ProgressLine
+from .settings import add_config_flag, read_settings
+
+if TYPE_CHECKING:
+    from hotswap.core.plugin_manager import PluginManager
+
+    from ..starting import StartableEngine
+    from ..state import ServerState
+
+API_KEY_VARIABLE = "HOTSWAP_API_KEY"
+log = logging.getLogger("hotswap.server")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_config_flag(parser)
+    add_flags(parser, EngineConfig)
+    add_flags(parser, ServerConfig)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises HotswapError (one line, exit status 1 or 2) when the server cannot start."""
+    from ..starting import BackgroundStart
+
+    begin = time.perf_counter()
+    settings = read_settings(arguments, EngineConfig, ServerConfig)
+    engine_config = settings.build(EngineConfig)
+    config = with_key_from_environment(settings.build(ServerConfig))
+    configure_server_logging(engine_config.log_level)
+    check_exposure(config)
+    listener = bind(config.host, config.port)
+    progress = ProgressLine()
+    # The engine's start comes before the import of the HTTP side: the two then happen side by side.
+    start = BackgroundStart(lambda: launch_engine(engine_config, settings.manager(), progress))
+    from ..serving import serve
+    from ..state import ServerState
+
+    state = ServerState(config, engine_config)
+
+    def announce(engine: StartableEngine) -> None:
+        progress.close()
+        print(_ready_lines(url_of(listener), state, engine, time.perf_counter() - begin), flush=True)
+
+    try:
+        return serve(state, listener, start, announce)
+    finally:
+        progress.close()
+
+
+def launch_engine(config: EngineConfig, manager: PluginManager, progress: ProgressLine) -> StartableEngine:
+    """Blocks until the engine process is on its way. Raises HotswapError."""
+    from hotswap.core.engine.start import start_engine
+
+    client = start_engine(config, manager, report=progress)
+    client.on_progress = lambda message: progress(message.what, message.done, message.total)
+    return client
+
+
+def with_key_from_environment(config: ServerConfig) -> ServerConfig:
+    """HOTSWAP_API_KEY is one more key: unlike a flag, it is not seen in the list of processes."""
+    key = os.environ.get(API_KEY_VARIABLE)
+    return config.model_copy(update={"api_key": [*config.api_key, key]}) if key else config
+
+
+def check_exposure(config: ServerConfig) -> None:
+    """Raises UsageError under --strict-auth when anybody who reaches the port could use the server; otherwise says so,
+    loudly."""
+    if config.api_key or is_loopback(config.host):
+        return
+    danger = f"--host {config.host} without an API key: whoever reaches this port can use the server"
+    remedy = f"set --api-key or {API_KEY_VARIABLE}, or listen on 127.0.0.1"
+    if config.strict_auth:
+        raise UsageError(f"{danger}; {remedy}")
+    print(f"hotswap: WARNING: {danger}; {remedy}", file=sys.stderr, flush=True)
+
+
+class _OneLine(logging.Formatter):
+    """A record is one line, whatever text it carries: nobody can forge a second one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        if record.exc_info:
+            return line
+        return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)
+
+
+def configure_server_logging(level: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+
+def _ready_lines(url: str, state: ServerState, engine: StartableEngine, seconds: float) -> str:
+    info = engine.info
+    model = state.model_names[0]
+    key = ' -H "Authorization: Bearer $KEY"' if state.config.api_key else ""
+    if engine.chat_template is not None:
+        path, body = "chat/completions", {"model": model, "messages": [{"role": "user", "content": "Hello!"}]}
+    else:
+        path, body = "completions", {"model": model, "prompt": "Hello"}
+    return (
+        f"hotswap serves {model} on {url}/v1 ({info.device}, {info.dtype}, window {info.max_model_len} tokens, "
+        f"ready in {seconds:.1f} s)\n"
+        f"  curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+    )

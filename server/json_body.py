@@ -1,0 +1,90 @@
+"""A request body to a JSON object, strictly: what a lenient parser would guess at is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from hotswap.core.errors import RequestError
+
+from .limits import read_body
+
+MAX_DEPTH = 128
+# A string that does not end is taken to the end of the body: otherwise each quote in it would be tried as a beginning.
+_STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[][{}]', re.DOTALL)
+
+
+class _DuplicateKeyError(ValueError):
+    pass
+
+
+async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
+    """Raises RequestError (400, 415) or limits.BodyRefused (408, 413)."""
+    check_content_type(request)
+    return parse_json_object(await read_body(request, max_bytes))
+
+
+def check_content_type(request: Request) -> None:
+    """JSON in UTF-8, not compressed. Raises RequestError (415)."""
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise RequestError("compressed request bodies are not accepted", code="unsupported_media_type", status=415)
+    media_type, *parameters = (part.strip().lower() for part in request.headers.get("content-type", "").split(";"))
+    charsets = [p.partition("=")[2].strip('" ') for p in parameters if p.startswith("charset")]
+    if media_type != "application/json" or any(charset not in ("utf-8", "utf8") for charset in charsets):
+        raise RequestError(
+            "the request must have the header 'Content-Type: application/json'",
+            code="unsupported_media_type",
+            status=415,
+        )
+
+
+def parse_json_object(body: bytes) -> dict[str, Any]:
+    """The object that `body` spells. Raises RequestError (400).
+
+    Refused: bytes that are not UTF-8, a byte-order mark, lone surrogates, NaN and Infinity, numbers out of range,
+    trailing data, nesting over 128, a key given twice, anything but an object at the top.
+    """
+    if not body.strip():
+        raise _refuse("the request body is empty; it must be a JSON object")
+    if body.startswith(b"\xef\xbb\xbf"):
+        raise _refuse("the request body starts with a byte-order mark")
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _depth(body) > MAX_DEPTH:
+        raise _refuse(f"the request body is nested more than {MAX_DEPTH} deep")
+    try:
+        value = msgspec.json.decode(body)
+        if type(value) is dict:
+            json.loads(body, object_pairs_hook=_check_pairs)  # msgspec keeps the last of two equal keys without a word
+    except _DuplicateKeyError:
+        raise _refuse("the request body has an object with the same key twice") from None
+    except (msgspec.MsgspecError, UnicodeError, ValueError, RecursionError):
+        raise _refuse("the request body is not valid JSON in UTF-8") from None
+    if type(value) is not dict:
+        raise _refuse("the request body must be a JSON object")
+    return value
+
+
+def _refuse(message: str) -> RequestError:
+    return RequestError(message, code="invalid_json")
+
+
+def _check_pairs(pairs: list[tuple[str, Any]]) -> None:
+    if len({key for key, _ in pairs}) != len(pairs):
+        raise _DuplicateKeyError
+
+
+def _depth(body: bytes) -> int:
+    """The deepest nesting, brackets inside strings not counted. Linear, whatever the bytes."""
+    depth = deepest = 0
+    for match in _STRING_OR_BRACKET.finditer(body):
+        token = match.group()
+        if token in (b"[", b"{"):
+            depth += 1
+            deepest = max(deepest, depth)
+        elif token in (b"]", b"}"):
+            depth -= 1
+    return deepest

@@ -1,0 +1,1 @@
+"""OpenAI's protocol: request models, the two generating routes, the model list."""

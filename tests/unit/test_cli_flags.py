@@ -1,0 +1,255 @@
+"""The command line: flags out of the models, one line and status 2 for each refusal, and a quick --help."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotswap.core.config import EngineConfig, ServerConfig
+from hotswap.core.errors import UsageError
+from hotswap.server.cli.flags import add_flags, flag_name, flat_fields
+from hotswap.server.cli.main import COMMANDS, Parser, main
+from hotswap.server.cli.settings import Settings, add_config_flag, read_settings
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
+
+
+def serve_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="hotswap serve")
+    add_config_flag(parser)
+    add_flags(parser, EngineConfig)
+    add_flags(parser, ServerConfig)
+    return parser
+
+
+def settings(*words: str) -> Settings:
+    return read_settings(serve_parser().parse_args(list(words)), EngineConfig, ServerConfig)
+
+
+def test_every_field_is_a_flag_with_help() -> None:
+    parser = serve_parser()
+    options = {option: action for action in parser._actions for option in action.option_strings}
+    for config in (EngineConfig, ServerConfig):
+        for name, info, _ in flat_fields(config):
+            assert info.description, name
+            assert flag_name(name) in options
+    for short, name in {"-q": "quantization", "-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size"}.items():
+        assert options[short].dest == name
+
+
+def test_only_given_flags_are_settings() -> None:
+    assert settings().command_line == {}
+    assert settings("./model", "--max-num-seqs", "8").command_line == {"model": "./model", "max_num_seqs": 8}
+    assert settings().build(EngineConfig) == EngineConfig()
+    assert settings().build(ServerConfig) == ServerConfig()
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["--max-num-seqs", "8"], "max_num_seqs", 8),
+        (["--max-model-len", "auto"], "max_model_len", None),
+        (["--gpu-memory-utilization=0.5"], "gpu_memory_utilization", 0.5),
+        (["--no-enable-prefix-caching"], "enable_prefix_caching", False),
+        (["--enforce-eager"], "enforce_eager", True),
+        (["-tp", "2"], "tensor_parallel_size", 2),
+        (["-q", "none"], "quantization", "none"),
+        (["--served-model-name", "a", "--served-model-name", "b"], "served_model_name", ["a", "b"]),
+        (["--override-generation-config", '{"temperature": 0}'], "override_generation_config", {"temperature": 0}),
+        (["--plugin", "policy=fcfs", "--plugin", "no:x"], "plugin", ["policy=fcfs", "no:x"]),
+        (["--port", "0"], "port", 0),
+        (["--model", "m"], "model", "m"),
+        (["m", "--model", "m"], "model", "m"),
+        (["--dtype", "bfloat16"], "dtype", "bfloat16"),
+    ],
+)
+def test_values(words: list[str], name: str, value: Any) -> None:
+    assert settings(*words).command_line[name] == value
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Runs a command that must be refused; returns its one line."""
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("hotswap: error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["plugin"], "unknown command 'plugin'; did you mean 'plugins'?"),
+        (["plugins", "--plugn", "policy=fcfs"], "unknown flag --plugn; the nearest one is --plugin"),
+        (["plugins", "--schedule-policy", "lpm"], "unknown flag --schedule-policy: here it is --scheduling-policy"),
+        (["plugins", "--strict"], "unknown flag --strict; the nearest one is --strict-plugins"),
+        (["plugins", "--log-level", "loud"], "invalid choice: 'loud'"),
+        (["plugins", "explain", "polcy"], "did you mean 'policy'?"),
+        (["plugins", "--plugin", "policy=nope"], "unknown policy 'nope' (--plugin policy=nope, command line)"),
+        (["plugins", "--plugin", "policy=fcfs,x=1"], "policy 'fcfs' of hotswap"),
+        (["plugins", "--plugin", "policy=fcfs", "--scheduling-policy", "priority"], "policy: two choices"),
+        (["plugins", "--plugin", "./missing.py"], "there is no file ./missing.py"),
+        (["plugins", "--plugin", "missing.module"], "No module named 'missing'"),
+        (["plugins", "--plugin", "no:missing"], "nothing of that name is installed"),
+        (["plugins", "--config", "missing.yaml"], "--config missing.yaml: No such file"),
+        (["plugins", "-x"], "unknown flag -x"),
+    ],
+)
+def test_refusals_are_one_line(capsys: pytest.CaptureFixture[str], words: list[str], expected: str) -> None:
+    assert expected in refused(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--max-num-seqs", "0"], "--max-num-seqs: Input should be greater than or equal to 1, got 0"),
+        (["--port", "70000"], "--port: "),
+        (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization: "),
+    ],
+)
+def test_values_out_of_range_name_the_flag(words: list[str], expected: str) -> None:
+    given = settings(*words)
+    with pytest.raises(UsageError) as caught:
+        given.build(EngineConfig)
+        given.build(ServerConfig)
+    assert expected in str(caught.value)
+
+
+def test_values_of_the_wrong_type() -> None:
+    with pytest.raises(UsageError, match="--max-num-seqs: invalid int value: 'many'"):
+        settings("--max-num-seqs", "many")
+    with pytest.raises(UsageError, match="a JSON object is needed, got '3'"):
+        settings("--override-generation-config", "3")
+    with pytest.raises(UsageError, match="two models: a and --model b"):
+        settings("a", "--model", "b")
+
+
+def test_underscores_are_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "unknown policy 'no_pe'" in refused(capsys, "plugins", "--scheduling_policy", "no_pe")
+
+
+def test_traceback_only_at_debug(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "--plugin", "missing.module", "--log-level", "debug"]) == 2
+    error = capsys.readouterr().err
+    assert error.endswith("(--plugin missing.module, command line)\n")
+
+
+def test_debug_shows_the_traceback() -> None:
+    words = ["plugins", "--plugin", "missing.module", "--log-level", "debug"]
+    code = "import sys; from hotswap.server.cli import main; sys.exit(main())"
+    result = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, env=ENVIRONMENT
+    )
+    assert result.returncode == 2
+    assert "Traceback" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith(
+        "hotswap: error: plugin 'module' of missing.module failed to import"
+    )
+
+
+# The config file.
+
+
+def test_config_file_and_precedence(tmp_path: Path) -> None:
+    path = tmp_path / "hotswap.yaml"
+    path.write_text(
+        "max-num-seqs: 4\nport: 9000\nmax_model_len: 128\nplugin:\n  - policy=priority\nscheduling-policy: priority\n"
+    )
+    given = settings("--config", str(path), "--max-num-seqs", "8", "--plugin", "policy=fcfs")
+    config = given.build(EngineConfig)
+    assert (config.scheduler.max_num_seqs, config.model.max_model_len) == (8, 128)
+    assert given.build(ServerConfig).port == 9000
+    assert [(item.source, getattr(item, "name", "")) for item in given.selections()] == [
+        ("command line", "fcfs"),
+        ("config file", "priority"),
+        ("config file", "priority"),
+    ]
+    assert [selection.name for selection in given.manager().named("policy")] == ["fcfs"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("max-num-seq: 4\n", "unknown setting 'max-num-seq'; did you mean 'max-num-seqs'?"),
+        ("- a\n", "a mapping of settings is needed, got list"),
+        ("a: [\n", "not YAML"),
+        ("plugin: policy=fcfs\n", "plugin is a list of values"),
+        ("max-num-seqs: 4\nmax_num_seqs: 5\n", "'max_num_seqs' is given twice"),
+        ("!!python/object/apply:os.system ['true']\n", "not YAML"),
+    ],
+)
+def test_config_file_refusals(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        settings("--config", str(path))
+    assert expected in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+# The commands.
+
+
+def test_plugins_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {"kind", "name", "distribution", "version", "contract", "state", "reasons"} == set(rows[0])
+    states = {(row["kind"], row["name"]): row["state"] for row in rows}
+    assert states["policy", "fcfs"] == "active"
+    assert states["policy", "priority"] == "available"
+    assert states["victim", "newest"] == "active"
+    assert "failed" not in states.values(), [row for row in rows if row["state"] == "failed"]
+
+
+def test_plugins_table_and_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "--plugin", "policy=priority"]) == 0
+    table = capsys.readouterr().out
+    assert any(line.split()[:2] == ["policy", "priority"] and "active" in line for line in table.splitlines())
+    assert main(["plugins", "explain", "policy"]) == 0
+    assert "-> policy: fcfs (default)" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("hotswap ")
+
+
+def test_commands_point_to_modules_that_exist() -> None:
+    import importlib.util
+
+    for name, command in COMMANDS.items():
+        assert importlib.util.find_spec(command.module) is not None, name
+
+
+def run_and_list_modules(*words: str) -> tuple[float, set[str]]:
+    code = (
+        "import sys; from hotswap.server.cli import main; status = main(sys.argv[1:]);"
+        "print('MODULES', *{name.partition('.')[0] for name in sys.modules}); sys.exit(status)"
+    )
+    started = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True, env=ENVIRONMENT
+    )
+    seconds = time.monotonic() - started
+    return seconds, set(result.stdout.rpartition("MODULES")[2].split())
+
+
+def test_help_is_quick_and_light() -> None:
+    seconds, modules = min((run_and_list_modules("--help") for _ in range(3)), key=lambda pair: pair[0])
+    assert seconds < 1.0
+    assert not modules & {"torch", "transformers", "fastapi", "pydantic", "rich", "numpy"}
+
+
+def test_plugins_imports_no_engine() -> None:
+    _, modules = run_and_list_modules("plugins", "--json")
+    assert not modules & {"torch", "transformers", "fastapi"}
