@@ -142,6 +142,8 @@ class Chooser:
         not asked for: that is a warning, and an error only when `strict`."""
         if not found.builtin and not kind_row(found.kind).third_parties_automatic:
             return [f"{found.kind} plugins from outside are used only when named"]
+        if not found.provider.automatic:
+            return ["used only when named"]
         try:
             if suits is not None and not self._suits(found, suits):
                 return [f"not for {suits.what}"]

@@ -277,7 +277,7 @@ def _contract_problem(kind: Kind, provider: Provider[Any]) -> str | None:
 
 
 def _describe_conflict(claimants: Sequence[Registered]) -> str:
-    owners = [found.origin for found in claimants]
+    owners = sorted((found.origin for found in claimants), key=lambda origin: (not origin.builtin, origin.owner))
     what = f"{label(claimants[0].kind, claimants[0].op)} {claimants[0].name!r}"
     if len({normalized(owner.distribution) for owner in owners}) == 1:
         places = " and ".join(owner.target for owner in owners)

@@ -13,6 +13,7 @@ BUILTIN_PLUGINS: tuple[str, ...] = (
     "hotswap.plugins.schedulers.victims.newest",
     "hotswap.plugins.schedulers.victims.lowest_priority",
     "hotswap.plugins.attention.torch_reference",
+    "hotswap.plugins.loaders.providers",
     "hotswap.plugins.quantization.none",
     "hotswap.plugins.models.dense_decoder",
 )

@@ -57,6 +57,11 @@ class Model(ABC):
     def cache_specs(self) -> Sequence[CacheSpec]:
         """One per attention layer, in layer order."""
 
+    def attention_layers(self) -> Sequence[AttentionLayer]:
+        """The constants of each attention layer, in layer order: what an attention backend will be asked for (window, soft
+        cap). Empty when the model does not say."""
+        return ()
+
     @abstractmethod
     def weight_specs(self) -> Iterator[WeightSpec]:
         """Every tensor that the checkpoint is expected to hold: for checking a load and for dummy weights."""

@@ -79,6 +79,7 @@ class Provider(Generic[T]):
     unavailable: every reason why it cannot run in this context, all at once; empty when it can. Must not open a device, and
         must work with `context.model` None.
     priority: for automatic choice; the highest without a reason against it wins, equal ones are refused.
+    automatic: False for one that is used only when somebody names it, however well it would fit.
     summary: one line for `hotswap plugins`.
     """
 
@@ -88,4 +89,5 @@ class Provider(Generic[T]):
     options: type[BaseModel] | None = None
     unavailable: Callable[[Any], Sequence[str]] = always_available
     priority: int = 0
+    automatic: bool = True
     summary: str = ""

@@ -44,7 +44,7 @@ class FrontEnd:
             self.tokenizer = Tokenizer(spec)
             template = _template_text(config.model.chat_template) or text_source.chat_template
             if template is not None:
-                self.chat_template = ChatTemplate(template, self.tokenizer.named_special_tokens)
+                self.chat_template = ChatTemplate.for_tokenizer(template, self.tokenizer)
         self.eos_token_ids = tuple(sorted({*checkpoint.eos_token_ids, *text_source.eos_token_ids}))
         self.generation_defaults = generation_defaults(checkpoint.generation_config, config)
         ceiling = config.model.override_generation_config.get("max_new_tokens")

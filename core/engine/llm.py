@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from ..clock import SystemClock
 from ..config import DEFAULT_MODEL, EngineConfig
 from ..errors import RequestError, UsageError
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
+from ..text.chat_template import ChatTemplate
 from .output_processor import merge_delta
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         chat_template: str | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -98,25 +99,25 @@ class LLM:
         """Renders one conversation, or a list of them, through the model's chat template and generates.
 
         chat_template: another template instead of the model's; it comes from the caller of Python code, so it is trusted.
+        add_generation_prompt: None means yes, unless the final message is continued.
         """
         self._check_open()
-        template, tokenizer = self._front.chat_template, self._front.tokenizer
-        if tokenizer is None or (template is None and chat_template is None):
+        tokenizer, template = self._front.tokenizer, self._front.chat_template
+        if tokenizer is not None and chat_template is not None:
+            template = ChatTemplate.for_tokenizer(chat_template, tokenizer)
+        if tokenizer is None or template is None:
             raise UsageError(f"{self.config.model.model} has no chat template: give one with chat_template=")
-        if chat_template is not None:
-            from ..text.chat_template import ChatTemplate
-
-            template = ChatTemplate(chat_template, tokenizer.named_special_tokens)
-        assert template is not None  # mypy: the case was refused above
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        conversations = cast(
+            Sequence[Sequence[Message]], [messages] if messages and isinstance(messages[0], Mapping) else messages
+        )
         prompts: list[Prompt] = []
         for conversation in conversations:
             rendered = template.render(
-                list(conversation),  # type: ignore[arg-type]
+                conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                tools=None if tools is None else list(tools),
-                kwargs=dict(chat_template_kwargs or {}),
+                tools=tools,
+                template_kwargs=chat_template_kwargs,
             )
             prompts.append({"prompt": rendered.text, "prompt_token_ids": tokenizer.encode_chat(rendered)})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
@@ -265,3 +266,13 @@ class _Progress:
         elapsed = self._bar.tasks[0].elapsed or 0.0
         rate = f"{self._num_tokens / elapsed:.0f} output tokens/s" if elapsed else ""
         self._bar.update(self._task, advance=1 if finished else 0, rate=rate)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt is a text, a mapping, or a list of token ids; anything else is a list of prompts."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    items = list(prompts)
+    if items and isinstance(items[0], int):
+        return [cast(Sequence[int], items)]
+    return cast(list[Prompt], items)

@@ -20,7 +20,18 @@ class SelfAttention:
     a token together when `norm_all_heads`.
     """
 
-    __slots__ = ("_cos_sin", "_head_dim", "_k_norm", "_norm_all_heads", "_output", "_q_norm", "_qkv", "_rope", "_split", "layer")
+    __slots__ = (
+        "_cos_sin",
+        "_head_dim",
+        "_k_norm",
+        "_norm_all_heads",
+        "_output",
+        "_q_norm",
+        "_qkv",
+        "_rope",
+        "_split",
+        "layer",
+    )
 
     def __init__(
         self,

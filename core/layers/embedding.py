@@ -23,7 +23,14 @@ class Embedding:
     __slots__ = ("_loaded", "_scale", "name", "table")
 
     def __init__(
-        self, name: str, vocab_size: int, hidden_size: int, *, scale: float = 1.0, dtype: torch.dtype, device: str | torch.device = "cpu"
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        scale: float = 1.0,
+        dtype: torch.dtype,
+        device: str | torch.device = "cpu",
     ) -> None:
         self.name = f"{name}.weight"
         self.table = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
@@ -56,7 +63,14 @@ class OutputHead:
     """
 
     def __init__(
-        self, embedding: Embedding, quantization: QuantizationMethod, linear: LinearKernel, name: str, *, tied: bool, logger: logging.Logger
+        self,
+        embedding: Embedding,
+        quantization: QuantizationMethod,
+        linear: LinearKernel,
+        name: str,
+        *,
+        tied: bool,
+        logger: logging.Logger,
     ) -> None:
         self._embedding = embedding
         self._linear_kernel = linear

@@ -41,7 +41,9 @@ class RMSNorm:
         self.weight = torch.empty(size, dtype=torch.float32 if self._wide else dtype, device=device)
         self._norm = rms_norm_wide if self._wide else ops.rms_norm
         # add(x, residual): residual += x in place, then the norm of the sum. Bound here: it is on the hot path.
-        self.add: Callable[[Tensor, Tensor], Tensor] = self._add_wide if self._wide else _bind_add(ops, self.weight, eps)
+        self.add: Callable[[Tensor, Tensor], Tensor] = (
+            self._add_wide if self._wide else _bind_add(ops, self.weight, eps)
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._norm(x, self.weight, self._eps)

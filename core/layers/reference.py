@@ -33,7 +33,9 @@ class ReferenceLinear(LinearKernel):
     def pack(self, weight: Tensor) -> PlainWeight:
         return PlainWeight(weight)
 
-    def apply(self, x: Tensor, weight: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+    def apply(
+        self, x: Tensor, weight: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
         tensor = weight.tensor if isinstance(weight, PlainWeight) else weight.unpack()
         if out_dtype is None or out_dtype == x.dtype:
             return F.linear(x, tensor, bias)

@@ -80,7 +80,9 @@ def rope_config(
     partial = _first(parameters.get("partial_rotary_factor"), config.get("partial_rotary_factor"), 1.0)
     rotary_dim = int(head_dim * partial)
     if rotary_dim % 2 or rotary_dim <= 0:
-        raise ModelLoadError(f"config.json: {rotary_dim} rotary dimensions (head_dim {head_dim}, factor {partial}); an even count is needed")
+        raise ModelLoadError(
+            f"config.json: {rotary_dim} rotary dimensions (head_dim {head_dim}, factor {partial}); an even count is needed"
+        )
     max_position = int(_first(config.get("max_position_embeddings"), default_max_position))
     original = max_position
     if kind in _NEEDS_ORIGINAL_WINDOW:
@@ -121,7 +123,14 @@ def _kind(parameters: Mapping[str, Any]) -> str:
 
 
 def _extra(parameters: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    read_elsewhere = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"}
+    read_elsewhere = {
+        "rope_type",
+        "type",
+        "rope_theta",
+        "partial_rotary_factor",
+        "factor",
+        "original_max_position_embeddings",
+    }
     items = []
     for name, value in sorted(parameters.items()):
         if name in read_elsewhere or name in _HARMLESS or value is None:

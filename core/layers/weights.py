@@ -70,7 +70,9 @@ class WeightMap:
                 self._take(name, tensor)
             elif not name.endswith(_IGNORED_SUFFIXES):
                 report.unexpected.append(name)
-        report.missing = [name for name, (target, _) in self._targets.items() if name not in seen and not target.spec.optional]
+        report.missing = [
+            name for name, (target, _) in self._targets.items() if name not in seen and not target.spec.optional
+        ]
         if report.missing:
             raise ModelLoadError(_missing_message(report))
         return report
@@ -112,7 +114,9 @@ class Parameter:
 
     __slots__ = ("_names", "_parts", "tensor")
 
-    def __init__(self, names: tuple[str, ...], parts: tuple[int, ...], dtype: torch.dtype, device: str | torch.device) -> None:
+    def __init__(
+        self, names: tuple[str, ...], parts: tuple[int, ...], dtype: torch.dtype, device: str | torch.device
+    ) -> None:
         self.tensor = torch.empty(sum(parts), dtype=dtype, device=device)
         self._names = names
         self._parts = parts

@@ -19,7 +19,7 @@ from ..contracts.attention import BatchGeometry
 from ..contracts.plan import NewRequest, ScheduledRequest, StepPlan
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class BatchRequest:
     """The host's side of one slot. Owned by InputBatch.
 
@@ -33,7 +33,7 @@ class BatchRequest:
     num_blocks: list[int]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StepInputs:
     """One step's batch: R rows in plan order, T tokens.
 

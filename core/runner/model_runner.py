@@ -69,9 +69,11 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class _PromptChunk:
-    """Hidden rows whose next tokens belong to the prompt. first: the position that the first of them predicts."""
+    """Hidden rows whose next tokens belong to the prompt. place: the row in the step. first: the position that the first of
+    them predicts."""
 
     request: BatchRequest
+    place: int
     first: int
     hidden: Tensor
     count: int  # alternatives
@@ -167,7 +169,7 @@ class ModelRunner(Worker):
         if pending.places:
             self._draw(pending, masks or {}, rows)
         for chunk in pending.chunks:
-            self._describe_prompt(chunk, rows[pending.inputs.requests.index(chunk.request)])
+            self._describe_prompt(chunk, rows[chunk.place])
         return StepResult(plan.step_id, rows, pending.seconds + time.perf_counter() - started)
 
     def collective(self, method: str, *args: Any) -> Any:
@@ -195,7 +197,8 @@ class ModelRunner(Worker):
             penalty_row = self._pool.add(tokens[: new.num_prompt_tokens], tokens[new.num_prompt_tokens :])
         row = resolve_row(new.sampling, new.request_id, self._limits.logits_width, self._device, penalty_row)
         self._rows[new.request_id] = row
-        if new.sampling.prompt_logprobs is not None:
+        # A request that comes back with outputs has had its prompt's log-probabilities delivered.
+        if new.sampling.prompt_logprobs is not None and len(new.token_ids) == new.num_prompt_tokens:
             self._prompt_logprobs[new.request_id] = new.sampling.prompt_logprobs
         self._sampling = None  # a request that comes back has another slot
 
@@ -225,6 +228,8 @@ class ModelRunner(Worker):
     def _draw(self, pending: _Pending, masks: Mapping[int, Tensor], results: list[RowResult]) -> None:
         inputs, places = pending.inputs, pending.places
         logits = self._model.logits(pending.hidden)
+        if logits.shape[1] != self._limits.logits_width:
+            raise RuntimeError(f"the model gives {logits.shape[1]} logits a row, {self._limits.logits_width} were announced")
         plan = self._sampling_plan([inputs.requests[place] for place in places], masks)
         positions = inputs.seq_lens
         if len(places) != len(inputs.requests):
@@ -282,7 +287,7 @@ class ModelRunner(Worker):
             start, first = inputs.starts[place], inputs.before[place] + 1
             stop = min(inputs.starts[place + 1], start + request.num_prompt_tokens - first)
             if stop > start:
-                chunks.append(_PromptChunk(request, first, hidden[start:stop], count))
+                chunks.append(_PromptChunk(request, place, first, hidden[start:stop], count))
         return chunks
 
     def _describe_prompt(self, chunk: _PromptChunk, result: RowResult) -> None:

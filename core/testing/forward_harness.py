@@ -25,7 +25,11 @@ from ..layers.ops import OpTable
 
 
 def quantization_context(
-    *, ops: OpTable | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu", config: EngineConfig | None = None
+    *,
+    ops: OpTable | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    config: EngineConfig | None = None,
 ) -> QuantizationContext:
     """What the `build` of a quantization method gets, outside an engine."""
     ops = ops or OpTable.reference()
@@ -88,7 +92,14 @@ class ForwardHarness:
     """A model, one attention backend and caches for `num_blocks` usable blocks. Also the ForwardContext of its steps."""
 
     def __init__(
-        self, model: Model, backend: AttentionBackend, *, num_blocks: int = 64, block_size: int = 16, device: str = "cpu", seed: int = 0
+        self,
+        model: Model,
+        backend: AttentionBackend,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        device: str = "cpu",
+        seed: int = 0,
     ) -> None:
         self.model = model
         self.backend = backend
@@ -126,7 +137,9 @@ class ForwardHarness:
         return torch.cat(rows)
 
     @torch.inference_mode()
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, chunk_size: int | None = None) -> list[list[int]]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, chunk_size: int | None = None
+    ) -> list[list[int]]:
         """Greedy continuations, all prompts in one batch. Prompts longer than a chunk take several steps, beside the decodes."""
         sequences = [_Sequence(list(prompt)) for prompt in prompts]
         goals = [len(prompt) + max_tokens for prompt in prompts]

@@ -38,7 +38,7 @@ def _open(path: Path) -> Checkpoint:
     import importlib
 
     # By name: the core imports no plugin, and this helper is used by tests only.
-    loader = importlib.import_module("hotswap.plugins.loaders.gguf").GgufLoader()
+    loader = importlib.import_module("hotswap.plugins.loaders.gguf").GGUFLoader()
     opened: Checkpoint = loader.open(path)
     return opened
 

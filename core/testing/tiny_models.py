@@ -16,7 +16,24 @@ CHAT_TEMPLATE = (
 )
 SPECIAL_TOKENS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 320
-_MERGES = ("t h", "h e", "i n", "a n", "Ġ t", "Ġt he", "Ġ a", "e r", "o n", "r e", "in g", "an d", "Ġ and", "o u", "Ġ s", "Ġ w")
+_MERGES = (
+    "t h",
+    "h e",
+    "i n",
+    "a n",
+    "Ġ t",
+    "Ġt he",
+    "Ġ a",
+    "e r",
+    "o n",
+    "r e",
+    "in g",
+    "an d",
+    "Ġ and",
+    "o u",
+    "Ġ s",
+    "Ġ w",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +82,15 @@ TINY_MODELS: dict[str, TinyModel] = {
     "llama-mqa": TinyModel("llama", {"num_key_value_heads": 1}),
     "llama-bias": TinyModel("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-odd-vocab": TinyModel("llama", {"vocab_size": 515}),
-    "llama-linear": TinyModel("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
+    "llama-linear": TinyModel(
+        "llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}
+    ),
     "llama-dynamic": TinyModel(
-        "llama", {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}}
+        "llama",
+        {
+            "max_position_embeddings": 64,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+        },
     ),
     "llama-yarn": TinyModel("llama", {"rope_parameters": _YARN}),
     "llama-llama3": TinyModel("llama", {"rope_parameters": _LLAMA3}),
@@ -90,7 +113,9 @@ TINY_MODELS: dict[str, TinyModel] = {
     ),
     "gemma": TinyModel("gemma", _GEMMA),
     "gemma2": TinyModel("gemma2", {**_GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 20}),
-    "gemma3": TinyModel("gemma3_text", {**_GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 20, "sliding_window_pattern": 2}),
+    "gemma3": TinyModel(
+        "gemma3_text", {**_GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 20, "sliding_window_pattern": 2}
+    ),
     "olmo2": TinyModel("olmo2"),
     "smollm3": TinyModel("smollm3", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
     "granite": TinyModel(
@@ -102,18 +127,34 @@ TINY_MODELS: dict[str, TinyModel] = {
     "starcoder2": TinyModel("starcoder2", {"sliding_window": 8}),
     "stablelm": TinyModel("stablelm", {"partial_rotary_factor": 0.5}),
     "cohere": TinyModel("cohere", {"logit_scale": 0.25}),
-    "opt": TinyModel("opt", {"ffn_dim": 80, "word_embed_proj_dim": 48}, drop=("intermediate_size", "num_key_value_heads")),
-    "gpt2": TinyModel("gpt2", {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 256}, drop=tuple(set(_SIZES) - {"vocab_size"})),
-    "bloom": TinyModel("bloom", {"hidden_size": 48, "n_layer": 3, "n_head": 4}, drop=tuple(set(_SIZES) - {"vocab_size"})),
-    "falcon": TinyModel("falcon", {"alibi": True, "new_decoder_architecture": False}, drop=("intermediate_size", "num_key_value_heads")),
-    "mamba": TinyModel("mamba", {"hidden_size": 48, "state_size": 8}, drop=tuple(set(_SIZES) - {"vocab_size", "num_hidden_layers"})),
+    "opt": TinyModel(
+        "opt", {"ffn_dim": 80, "word_embed_proj_dim": 48}, drop=("intermediate_size", "num_key_value_heads")
+    ),
+    "gpt2": TinyModel(
+        "gpt2", {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 256}, drop=tuple(set(_SIZES) - {"vocab_size"})
+    ),
+    "bloom": TinyModel(
+        "bloom", {"hidden_size": 48, "n_layer": 3, "n_head": 4}, drop=tuple(set(_SIZES) - {"vocab_size"})
+    ),
+    "falcon": TinyModel(
+        "falcon", {"alibi": True, "new_decoder_architecture": False}, drop=("intermediate_size", "num_key_value_heads")
+    ),
+    "mamba": TinyModel(
+        "mamba", {"hidden_size": 48, "state_size": 8}, drop=tuple(set(_SIZES) - {"vocab_size", "num_hidden_layers"})
+    ),
     "mixtral": TinyModel("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "lfm2": TinyModel("lfm2", {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False, "conv_L_cache": 3}),
-    "t5": TinyModel("t5", {"d_model": 48, "num_layers": 2, "num_heads": 4, "d_kv": 12, "d_ff": 80}, drop=tuple(set(_SIZES) - {"vocab_size"})),
+    "t5": TinyModel(
+        "t5",
+        {"d_model": 48, "num_layers": 2, "num_heads": 4, "d_kv": 12, "d_ff": 80},
+        drop=tuple(set(_SIZES) - {"vocab_size"}),
+    ),
 }
 
 
-def make_tiny_model(folder: str | Path, name: str = "llama", *, seed: int = 0, tokenizer: bool = True, **overrides: Any) -> Path:
+def make_tiny_model(
+    folder: str | Path, name: str = "llama", *, seed: int = 0, tokenizer: bool = True, **overrides: Any
+) -> Path:
     """Writes the checkpoint `name` of TINY_MODELS into `folder` (float32, one safetensors file) and returns the folder.
 
     `overrides` replace config fields. Every tensor is random, norms and biases too, so that none can be left out unseen.

@@ -1,4 +1,4 @@
-"""`hotswap chat [MODEL]`: a conversation in the terminal, with a model of its own or, with --url, with a running server."""
+"""`hotswap chat [MODEL]`: a conversation in the terminal, with an engine of its own or, with --url, a running server."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import sys
+import unicodedata
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         key = arguments.api_key or os.environ.get("HOTSWAP_API_KEY")
         backend = RemoteBackend(arguments.url, key, settings.command_line.get("model"))
     else:
-        backend = LocalBackend(settings.build(EngineConfig))
+        backend = LocalBackend(settings)
     sampling = {
         name: value
         for name, value in (("temperature", arguments.temperature), ("max_tokens", arguments.max_tokens))
@@ -142,4 +143,4 @@ class _Conversation:
 
 def printable(text: str) -> str:
     """Without control characters: what a model writes must not drive the terminal."""
-    return "".join(c for c in text if c in "\n\t" or (c.isprintable() or not c.isascii()) and not "\x7f" <= c <= "\x9f")
+    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")

@@ -13,6 +13,7 @@ from hotswap.core.config import EngineConfig
 from hotswap.core.errors import HotswapError, RequestError
 
 from .progress import ProgressLine
+from .settings import Settings
 
 if TYPE_CHECKING:
     import httpx
@@ -94,8 +95,9 @@ async def _check(reply: httpx.Response) -> None:
 class LocalBackend:
     """An engine process of our own, without HTTP."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._config = config = settings.build(EngineConfig)
         self._engine: StartableEngine | None = None
         self.name = (config.model.served_model_name or [config.model.model])[0]
 
@@ -105,7 +107,7 @@ class LocalBackend:
 
         logging.basicConfig(level=self._config.log_level.upper(), format="hotswap: %(levelname)s: %(message)s")
         progress = ProgressLine()
-        start = BackgroundStart(lambda: launch_engine(self._config, progress))
+        start = BackgroundStart(lambda: launch_engine(self._config, self._settings.manager(), progress))
         try:
             self._engine = await start.engine()
             await self._engine.start()

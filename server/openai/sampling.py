@@ -43,8 +43,8 @@ def num_choices(fields: SamplingFields, num_prompts: int, max_requests_per_call:
         raise RequestError(f"n must be between 1 and {MAX_N}", param="n")
     if num_prompts * n > max_requests_per_call:
         raise RequestError(
-            f"{num_prompts} prompts with n={n} make {num_prompts * n} choices; at most {max_requests_per_call} fit in one "
-            "call (--max-requests-per-call)",
+            f"{num_prompts} prompts with n={n} make {num_prompts * n} choices; at most {max_requests_per_call} fit in "
+            "one call (--max-requests-per-call)",
             param="n" if num_prompts == 1 else "prompt",
         )
     return n

@@ -22,7 +22,9 @@ class Block(Protocol):
 
     attention: SelfAttention
 
-    def __call__(self, delta: Tensor | None, residual: Tensor, positions: Tensor, context: ForwardContext) -> Tensor: ...
+    def __call__(
+        self, delta: Tensor | None, residual: Tensor, positions: Tensor, context: ForwardContext
+    ) -> Tensor: ...
 
     def register(self, weights: WeightMap) -> None: ...
 
@@ -33,7 +35,12 @@ class PreNormBlock:
     __slots__ = ("_attention_norm", "_mlp", "_mlp_norm", "_scale", "attention")
 
     def __init__(
-        self, attention_norm: RMSNorm, attention: SelfAttention, mlp_norm: RMSNorm, mlp: GatedMLP, residual_scale: float = 1.0
+        self,
+        attention_norm: RMSNorm,
+        attention: SelfAttention,
+        mlp_norm: RMSNorm,
+        mlp: GatedMLP,
+        residual_scale: float = 1.0,
     ) -> None:
         self._attention_norm = attention_norm
         self.attention = attention
@@ -82,7 +89,14 @@ class SandwichBlock:
         return self._after_mlp(self._mlp(hidden))
 
     def register(self, weights: WeightMap) -> None:
-        parts = (self._before_attention, self.attention, self._after_attention, self._before_mlp, self._mlp, self._after_mlp)
+        parts = (
+            self._before_attention,
+            self.attention,
+            self._after_attention,
+            self._before_mlp,
+            self._mlp,
+            self._after_mlp,
+        )
         for part in parts:
             part.register(weights)
 

@@ -52,7 +52,9 @@ def text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     nested = hf_config.get("text_config")
     if not isinstance(nested, Mapping):
         return dict(hf_config)
-    outer = {name: value for name, value in hf_config.items() if name not in ("text_config", "vision_config", "audio_config")}
+    outer = {
+        name: value for name, value in hf_config.items() if name not in ("text_config", "vision_config", "audio_config")
+    }
     return {**outer, **nested}
 
 
@@ -60,7 +62,9 @@ def dense_config(hf_config: Mapping[str, Any]) -> DenseConfig:
     """Raises ModelLoadError naming every field that is missing or cannot be honoured."""
     architecture = next((name for name in hf_config.get("architectures") or () if name in TRAITS), None)
     if architecture is None:
-        raise ModelLoadError(f"config.json: architectures {hf_config.get('architectures')} are not served by dense_decoder")
+        raise ModelLoadError(
+            f"config.json: architectures {hf_config.get('architectures')} are not served by dense_decoder"
+        )
     traits = TRAITS[architecture]
     config = text_config(hf_config)
     _check_fields(config, traits, architecture)
@@ -129,7 +133,9 @@ def _kv_heads(config: Mapping[str, Any], traits: Traits, num_heads: int) -> int:
     else:
         heads = num_heads if traits.default_kv_heads is None else traits.default_kv_heads
     if heads <= 0 or num_heads % heads:
-        raise ModelLoadError(f"config.json: num_attention_heads={num_heads} is no multiple of num_key_value_heads={heads}")
+        raise ModelLoadError(
+            f"config.json: num_attention_heads={num_heads} is no multiple of num_key_value_heads={heads}"
+        )
     return heads
 
 
@@ -140,7 +146,9 @@ def _head_dim(config: Mapping[str, Any], traits: Traits, num_heads: int) -> int:
         return int(head_dim)
     hidden_size = int(config["hidden_size"])
     if hidden_size % num_heads:
-        raise ModelLoadError(f"config.json: hidden_size={hidden_size} is no multiple of num_attention_heads={num_heads}; head_dim is needed")
+        raise ModelLoadError(
+            f"config.json: hidden_size={hidden_size} is no multiple of num_attention_heads={num_heads}; head_dim is needed"
+        )
     return hidden_size // num_heads
 
 
@@ -162,10 +170,14 @@ def _layer_types(config: Mapping[str, Any], traits: Traits, num_layers: int) -> 
     if listed is not None:
         unknown = sorted(set(listed) - set(_LAYER_TYPES))
         if unknown or len(listed) < num_layers:
-            raise ModelLoadError(f"config.json: layer_types must give one of {_LAYER_TYPES} for each of {num_layers} layers, found {listed}")
+            raise ModelLoadError(
+                f"config.json: layer_types must give one of {_LAYER_TYPES} for each of {num_layers} layers, found {listed}"
+            )
         listed = list(listed[:num_layers])
         if traits.windows != "layer_types" and len(set(listed)) > 1:
-            raise ModelLoadError(f"config.json: layer_types mixes {sorted(set(listed))}, which this architecture does not do")
+            raise ModelLoadError(
+                f"config.json: layer_types mixes {sorted(set(listed))}, which this architecture does not do"
+            )
         return listed
     return [_LAYER_TYPES[int(_slides_by_default(config, traits, index, num_layers))] for index in range(num_layers)]
 
@@ -186,7 +198,11 @@ def _slides_by_default(config: Mapping[str, Any], traits: Traits, index: int, nu
 
 def _windows(config: Mapping[str, Any], traits: Traits, layer_types: list[str]) -> tuple[int | None, ...]:
     window = config.get("sliding_window", traits.default_window)
-    if traits.windows == "never" or window is None or (traits.needs_use_sliding_window and not config.get("use_sliding_window")):
+    if (
+        traits.windows == "never"
+        or window is None
+        or (traits.needs_use_sliding_window and not config.get("use_sliding_window"))
+    ):
         return (None,) * len(layer_types)
     if int(window) <= 0:
         raise ModelLoadError(f"config.json: sliding_window={window} must be positive")
@@ -195,10 +211,14 @@ def _windows(config: Mapping[str, Any], traits: Traits, layer_types: list[str]) 
     return tuple(int(window) if kind == "sliding_attention" else None for kind in layer_types)
 
 
-def _ropes(config: Mapping[str, Any], traits: Traits, head_dim: int, layer_types: list[str]) -> tuple[RopeConfig | None, ...]:
+def _ropes(
+    config: Mapping[str, Any], traits: Traits, head_dim: int, layer_types: list[str]
+) -> tuple[RopeConfig | None, ...]:
     of_type = {kind: _rope_of_type(config, traits, head_dim, kind) for kind in dict.fromkeys(layer_types)}
     if any(rope.rotary_dim != head_dim for rope in of_type.values()) and "partial_rotary_factor" not in traits.honours:
-        raise ModelLoadError("config.json: partial_rotary_factor has no meaning for this architecture, and may not be ignored")
+        raise ModelLoadError(
+            "config.json: partial_rotary_factor has no meaning for this architecture, and may not be ignored"
+        )
     without = _no_rope(config, traits, len(layer_types))
     return tuple(None if bare else of_type[kind] for kind, bare in zip(layer_types, without, strict=True))
 

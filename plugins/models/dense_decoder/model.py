@@ -39,11 +39,18 @@ class DenseDecoder(Model):
         scale = config.embed_scale
         if config.round_embed_scale:
             scale = float(torch.tensor(scale).to(dtype))
-        self._embedding = Embedding("model.embed_tokens", config.vocab_size, config.hidden_size, scale=scale, dtype=dtype, device=device)
+        self._embedding = Embedding(
+            "model.embed_tokens", config.vocab_size, config.hidden_size, scale=scale, dtype=dtype, device=device
+        )
         self._blocks: list[Block] = [self._block(index) for index in range(config.num_layers)]
         self._final_norm = self._norm("model.norm", config.hidden_size)
         self._head = OutputHead(
-            self._embedding, context.quantization, context.ops.linear, "lm_head", tied=config.tied, logger=context.logger
+            self._embedding,
+            context.quantization,
+            context.ops.linear,
+            "lm_head",
+            tied=config.tied,
+            logger=context.logger,
         )
         self._weights = WeightMap()
         self._head.register(self._weights)
@@ -101,7 +108,9 @@ class DenseDecoder(Model):
                     norm("post_feedforward_layernorm"),
                 )
             case "post":
-                return PostNormBlock(attention, norm("post_attention_layernorm"), mlp, norm("post_feedforward_layernorm"))
+                return PostNormBlock(
+                    attention, norm("post_attention_layernorm"), mlp, norm("post_feedforward_layernorm")
+                )
 
     def _attention(self, index: int, prefix: str) -> SelfAttention:
         config, head_dim = self.config, self.config.head_dim

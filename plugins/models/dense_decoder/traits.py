@@ -87,7 +87,10 @@ GUARDED: dict[str, tuple[object, ...]] = {
 }
 
 _LLAMA = Traits(
-    qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias", honours=frozenset({"attention_bias", "mlp_bias"})
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    mlp_bias="mlp_bias",
+    honours=frozenset({"attention_bias", "mlp_bias"}),
 )
 _QWEN = Traits(
     windows="layer_types",
@@ -124,7 +127,8 @@ _GEMMA2 = replace(
     default_kv_heads=4,
     default_attention_soft_cap=50.0,
     default_logit_soft_cap=30.0,
-    honours=_GEMMA.honours | {"attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "sliding_window"},
+    honours=_GEMMA.honours
+    | {"attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "sliding_window"},
 )
 
 TRAITS: dict[str, Traits] = {
@@ -192,6 +196,7 @@ TRAITS: dict[str, Traits] = {
         _LLAMA,
         embed_scale="embedding_multiplier",
         attention_scale="attention_multiplier",
-        honours=_LLAMA.honours | {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"},
+        honours=_LLAMA.honours
+        | {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"},
     ),
 }

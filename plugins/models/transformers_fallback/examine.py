@@ -51,8 +51,14 @@ def examine(hf_config: Mapping[str, Any], max_model_len: int, model_path: str, t
     except ModelLoadError:
         raise
     except KeyError as error:
-        reason = "it does not use transformers' attention interface" if error.args == (ROUTED,) else f"running it failed: KeyError: {error}"
-        raise ModelLoadError(f"{model_class.__name__} of transformers {transformers.__version__} cannot be served: {reason}") from error
+        reason = (
+            "it does not use transformers' attention interface"
+            if error.args == (ROUTED,)
+            else f"running it failed: KeyError: {error}"
+        )
+        raise ModelLoadError(
+            f"{model_class.__name__} of transformers {transformers.__version__} cannot be served: {reason}"
+        ) from error
     except Exception as error:  # transformers' modelling code may fail in any way; all of them mean the same here
         raise ModelLoadError(
             f"{model_class.__name__} of transformers {transformers.__version__} cannot be served: running it with routed attention "
@@ -62,7 +68,9 @@ def examine(hf_config: Mapping[str, Any], max_model_len: int, model_path: str, t
     problems = [*probe.problems, *_layer_problems(text, probe.layers, max_model_len)]
     if problems:
         reasons = "; ".join(dict.fromkeys(problems))
-        raise ModelLoadError(f"{model_class.__name__} of transformers {transformers.__version__} cannot be served: {reasons}")
+        raise ModelLoadError(
+            f"{model_class.__name__} of transformers {transformers.__version__} cannot be served: {reasons}"
+        )
     names = {module: name for name, module in model.named_modules()}
     return Examined(
         config=config,
@@ -87,15 +95,25 @@ def _config_and_class(hf_config: Mapping[str, Any], model_path: str, trust_remot
         with torch.device("meta"):
             return config, type(transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True))
     if not known:
-        raise ModelLoadError(f"transformers {transformers.__version__} knows no model type {model_type!r} (architectures {architectures})")
-    fields = {name: value for name, value in hf_config.items() if name not in ("model_type", "transformers_version", "auto_map")}
+        raise ModelLoadError(
+            f"transformers {transformers.__version__} knows no model type {model_type!r} (architectures {architectures})"
+        )
+    fields = {
+        name: value
+        for name, value in hf_config.items()
+        if name not in ("model_type", "transformers_version", "auto_map")
+    }
     config = transformers.AutoConfig.for_model(model_type, **fields)
     mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if config.is_encoder_decoder or type(config) not in mapping:
-        raise ModelLoadError(f"architectures {architectures}: transformers has no decoder-only language model of type {model_type!r}")
+        raise ModelLoadError(
+            f"architectures {architectures}: transformers has no decoder-only language model of type {model_type!r}"
+        )
     model_class = mapping[type(config)]
     if model_class.__name__ not in architectures:
-        raise ModelLoadError(f"architectures {architectures} are not served; the language model of {model_type!r} is {model_class.__name__}")
+        raise ModelLoadError(
+            f"architectures {architectures} are not served; the language model of {model_type!r} is {model_class.__name__}"
+        )
     return config, model_class
 
 
@@ -131,7 +149,12 @@ def _layer_problems(config: Any, layers: list[AttentionLayer], max_model_len: in
         problems.append(f"layers of type {', '.join(unknown)}")
     slides = [kind == "sliding_attention" for kind in types] or [False] * len(layers)
     window = getattr(config, "sliding_window", None)
-    if not types and window is not None and getattr(config, "use_sliding_window", True) and all(la.window is None for la in layers):
+    if (
+        not types
+        and window is not None
+        and getattr(config, "use_sliding_window", True)
+        and all(la.window is None for la in layers)
+    ):
         slides = [True] * len(layers)
     if window is None or window < max_model_len:
         silent = [la.index for la, sliding in zip(layers, slides, strict=False) if sliding and la.window is None]
@@ -173,6 +196,8 @@ def _moves(kind: str) -> bool:
 def _pin(module: Any, kind: str, layer_type: str | None, max_model_len: int) -> None:
     prefix = "" if layer_type is None else f"{layer_type}_"
     buffer = getattr(module, f"{prefix}inv_freq")
-    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](module.config, buffer.device, seq_len=max_model_len, layer_type=layer_type)
+    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](
+        module.config, buffer.device, seq_len=max_model_len, layer_type=layer_type
+    )
     module.register_buffer(f"{prefix}inv_freq", frequencies, persistent=False)
     setattr(module, "attention_scaling" if layer_type is None else f"{prefix}attention_scaling", scale)

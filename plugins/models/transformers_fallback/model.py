@@ -29,7 +29,9 @@ class TransformersModel(Model):
     def __init__(self, context: ModelContext) -> None:
         self._context = context
         text = context.hf_config.get("text_config") or context.hf_config
-        self._max_len = context.max_model_len or int(text.get("max_position_embeddings") or text.get("n_positions") or 2048)
+        self._max_len = context.max_model_len or int(
+            text.get("max_position_embeddings") or text.get("n_positions") or 2048
+        )
         trust = context.config.model.trust_remote_code
         self._examined: Examined = examine(context.hf_config, self._max_len, context.model_path, trust)
         self._steps = Steps()
@@ -82,7 +84,9 @@ class TransformersModel(Model):
                 local_files_only=True,
             )
         except Exception as error:  # whatever transformers finds wrong with the tensors
-            raise ModelLoadError(f"transformers could not load the checkpoint: {type(error).__name__}: {error}") from error
+            raise ModelLoadError(
+                f"transformers could not load the checkpoint: {type(error).__name__}: {error}"
+            ) from error
         finally:
             transformers.logging.enable_progress_bar()
         report = LoadReport(missing=sorted(info["missing_keys"]), unexpected=sorted(info["unexpected_keys"]))
@@ -91,7 +95,9 @@ class TransformersModel(Model):
             raise ModelLoadError(f"tensors of a wrong shape: {'; '.join(str(item) for item in wrong[:8])}")
         if report.missing:
             shown = ", ".join(report.missing[:8])
-            raise ModelLoadError(f"the checkpoint lacks {len(report.missing)} tensor(s) that the config asks for: {shown}")
+            raise ModelLoadError(
+                f"the checkpoint lacks {len(report.missing)} tensor(s) that the config asks for: {shown}"
+            )
         return model, report
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -102,7 +108,9 @@ class TransformersModel(Model):
         self, embeds: Tensor, positions: Tensor, context: ForwardContext, intermediates: dict[str, Tensor] | None = None
     ) -> Tensor:
         if intermediates is not None:
-            raise ModelLoadError("the transformers fallback runs all its layers in one process; it takes no other stage's output")
+            raise ModelLoadError(
+                "the transformers fallback runs all its layers in one process; it takes no other stage's output"
+            )
         with self._steps.within(context):
             hidden: Tensor = run_decoder(self._decode, embeds.unsqueeze(0), positions.unsqueeze(0)).last_hidden_state[0]
         return hidden
@@ -126,7 +134,8 @@ class TransformersModel(Model):
         self._model.set_attn_implementation("eager")
         try:
             expected = [
-                self._model(torch.tensor([ids], device=device), use_cache=False, return_dict=True).logits[0].float() for ids in sequences
+                self._model(torch.tensor([ids], device=device), use_cache=False, return_dict=True).logits[0].float()
+                for ids in sequences
             ]
         finally:
             self._model.set_attn_implementation(ROUTED)

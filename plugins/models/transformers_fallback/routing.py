@@ -26,7 +26,9 @@ _KNOWN_ARGUMENTS = frozenset(
 )
 
 
-def _routed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
+def _routed_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> Any:
     """query [1, H, T, D], key and value [1, KVH, T, D] -> ([1, T, H, Dv], None), as transformers' attention functions do."""
     return module.hotswap_attention(module, query, key, value, attention_mask, kwargs), None
 
@@ -62,7 +64,9 @@ class RoutedLayer:
         self._layer = layer
         self._steps = steps
 
-    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]) -> Tensor:
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
         context = self._steps.context
         if context is None:
             raise ModelLoadError("a routed attention layer was called outside a forward")
@@ -79,7 +83,9 @@ class Probe:
         self.layers: list[AttentionLayer] = []
         self.problems: list[str] = []
 
-    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]) -> Tensor:
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
         self._check(module, query, key, mask, kwargs)
         scale, window = kwargs.get("scaling"), kwargs.get("sliding_window")
         self.modules.append(module)
@@ -101,7 +107,9 @@ class Probe:
         if any(module is seen for seen in self.modules):
             self.problems.append("an attention module is used twice in one forward")
         if query.shape[0] != 1 or query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
-            self.problems.append(f"attention over other tokens than the step's own (query {list(query.shape)}, key {list(key.shape)})")
+            self.problems.append(
+                f"attention over other tokens than the step's own (query {list(query.shape)}, key {list(key.shape)})"
+            )
         if mask is not None:
             self.problems.append("the model adds a mask or bias of its own to the attention scores")
         if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:

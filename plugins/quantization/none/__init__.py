@@ -22,5 +22,8 @@ def _is_plain(hf_config: dict[str, Any]) -> bool:
 @hookimpl
 def hotswap_quantization() -> Iterator[QuantizationProvider]:
     yield QuantizationProvider(
-        name="none", build=_build, detect=_is_plain, summary="Plain floating-point weights, packed for the linear kernel."
+        name="none",
+        build=_build,
+        detect=_is_plain,
+        summary="Plain floating-point weights, packed for the linear kernel.",
     )

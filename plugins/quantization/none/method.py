@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from hotswap.core.contracts.kernels import PackedWeight
-from hotswap.core.contracts.quantization import LayerMethod, LayerSpec, ParamSpec, QuantizationContext, QuantizationMethod
+from hotswap.core.contracts.quantization import (
+    LayerMethod,
+    LayerSpec,
+    ParamSpec,
+    QuantizationContext,
+    QuantizationMethod,
+)
 from hotswap.core.contracts.loader import ModelLoadError
 from hotswap.core.layers.weights import check_float
 
@@ -49,13 +55,17 @@ class PlainLinear(LayerMethod):
     def load(self, name: str, part: int, tensor: Tensor) -> None:
         spec = self._spec
         if name != "weight" or not 0 <= part < len(spec.parts):
-            raise ModelLoadError(f"{spec.prefix}: a plain layer of {len(spec.parts)} part(s) has no {name!r} of part {part}")
+            raise ModelLoadError(
+                f"{spec.prefix}: a plain layer of {len(spec.parts)} part(s) has no {name!r} of part {part}"
+            )
         if part in self._loaded:
             raise ModelLoadError(f"{spec.prefix}.weight: part {part} came twice")
         check_float(f"{spec.prefix}.weight", tensor)
         wanted = (spec.parts[part], spec.in_features)
         if tuple(tensor.shape) != wanted:
-            raise ModelLoadError(f"{spec.prefix}.weight, part {part}, has the shape {list(tensor.shape)}; {list(wanted)} is needed")
+            raise ModelLoadError(
+                f"{spec.prefix}.weight, part {part}, has the shape {list(tensor.shape)}; {list(wanted)} is needed"
+            )
         if self._plain is None:
             self._plain = torch.empty(spec.out_features, spec.in_features, dtype=self._dtype, device=self._device)
         start = sum(spec.parts[:part])

@@ -1,0 +1,1 @@
+"""Built-in platforms: one folder per device family."""
