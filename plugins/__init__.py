@@ -7,13 +7,18 @@ if __name__ != "hotswap.plugins":
 
 # Module paths. A module here is cheap to import: what is heavy, it imports when its `build` is called.
 BUILTIN_PLUGINS: tuple[str, ...] = (
+    "hotswap.plugins.hardware.cpu",
+    "hotswap.plugins.executors.in_process",
     "hotswap.plugins.schedulers.continuous_batching",
     "hotswap.plugins.schedulers.policies.fcfs",
     "hotswap.plugins.schedulers.policies.priority",
     "hotswap.plugins.schedulers.victims.newest",
     "hotswap.plugins.schedulers.victims.lowest_priority",
+    "hotswap.plugins.attention.paged_cpu",
     "hotswap.plugins.attention.torch_reference",
-    "hotswap.plugins.loaders.providers",
+    "hotswap.plugins.kernels.llvm_cpu",
     "hotswap.plugins.quantization.none",
     "hotswap.plugins.models.dense_decoder",
+    "hotswap.plugins.models.transformers_fallback",
+    "hotswap.plugins.loaders.providers",
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import ModelLoadError, PlanError, PluginError, RequestError, UsageError
+from ..errors import EngineDeadError, ModelLoadError, PlanError, PluginError, RequestError, UsageError
 from ..sampling_params import SamplingParams
 from .attention import (
     AttentionBackend,
@@ -46,6 +46,7 @@ __all__ = [
     "Capabilities",
     "Checkpoint",
     "DeviceInfo",
+    "EngineDeadError",
     "Executor",
     "ExecutorContext",
     "ForwardContext",

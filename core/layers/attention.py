@@ -14,10 +14,11 @@ from .weights import WeightMap
 
 
 class SelfAttention:
-    """hidden [T, H] -> [T, H]: fused projection, optional norms of queries and keys, rotation, attention, output projection.
+    """hidden [T, H] -> [T, H]: fused projection, optional norms of queries and keys, rotation, attention, output
+    projection.
 
-    cos_sin: the layer's rotation table, None for a layer without positions. q_norm, k_norm: over each head, or over all heads of
-    a token together when `norm_all_heads`.
+    cos_sin: the layer's rotation table, None for a layer without positions. q_norm, k_norm: over each head, or over
+    all heads of a token together when `norm_all_heads`.
     """
 
     __slots__ = (
@@ -57,7 +58,8 @@ class SelfAttention:
 
     def __call__(self, hidden: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         tokens = hidden.shape[0]
-        # q, k and v are views of one product: the rotation works in place on them and the cache write reads them strided.
+        # q, k and v are views of one product: the rotation works in place on them and the cache write reads them
+        # strided.
         q, k, v = self._qkv(hidden).view(tokens, -1, self._head_dim).split_with_sizes(self._split, 1)
         if self._q_norm is not None and self._k_norm is not None:
             q, k = self._normed(self._q_norm, q), self._normed(self._k_norm, k)

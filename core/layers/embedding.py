@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..contracts.kernels import LinearKernel
 from ..contracts.model import WeightSpec
-from ..contracts.quantization import LayerSpec, QuantizationMethod
+from ..contracts.quantization import QuantizationMethod
 from ..errors import ModelLoadError
 from .linear import Linear
 from .weights import WeightMap, WeightTarget, check_float
@@ -57,9 +57,9 @@ class Embedding:
 class OutputHead:
     """hidden [S, H] -> float32 logits [S, V].
 
-    `finish` must be called after the load. A tied head multiplies by the embedding's matrix; when the checkpoint holds a head all
-    the same, an equal one is dropped and a different one is used, because it was trained. When only the head is there, the
-    embedding takes its values.
+    `finish` must be called after the load. A tied head multiplies by the embedding's matrix; when the checkpoint
+    holds a head all the same, an equal one is dropped and a different one is used, because it was trained. When only
+    the head is there, the embedding takes its values.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class OutputHead:
             embedding.load(found)
         elif found is not None and not torch.equal(found, embedding.table):
             self._logger.warning(
-                "config.json ties the output head to the embedding, but the checkpoint holds a different %s.weight: using it untied",
+                "config.json ties the output head to the embedding, but the file holds another %s.weight: using that",
                 self._name,
             )
             return found

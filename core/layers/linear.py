@@ -16,8 +16,8 @@ from .weights import Parameter, WeightMap, WeightTarget
 class Linear:
     """x [T, K] -> [T, N]. Calls `apply` of the layer method that the quantization made for it.
 
-    prefix: the fused layer's dotted name ("model.layers.0.self_attn.qkv_proj"). sources: dotted names of the checkpoint's
-    modules, in row order; parts: rows of each.
+    prefix: the fused layer's dotted name ("model.layers.0.self_attn.qkv_proj"). sources: dotted names of the
+    checkpoint's modules, in row order; parts: rows of each.
     """
 
     __slots__ = ("_apply", "_bias", "_bias_parameter", "_spec", "method", "sources")
@@ -59,7 +59,8 @@ class Linear:
 
 
 def part_shape(param: ParamSpec, rows: int) -> tuple[int, ...]:
-    """The shape of one fused part's checkpoint tensor, for a part of `rows` output rows. Scalars are the same for every part."""
+    """The shape of one fused part's checkpoint tensor, for a part of `rows` output rows. Scalars are the same for
+    every part."""
     if not param.shape:
         return ()
     shape = list(param.shape)

@@ -16,8 +16,9 @@ from .weights import WeightMap, WeightTarget, check_float
 class RMSNorm:
     """x [T, D] -> [T, D].
 
-    wide: the weight multiplies in float32, before the cast back to x's dtype (gemma, olmo2); it is then kept in float32. In a
-    float32 model the two orders are one, and the chosen kernel serves both. one_plus: the checkpoint stores the weight minus one.
+    wide: the weight multiplies in float32, before the cast back to x's dtype (gemma, olmo2); it is then kept in
+    float32. In a float32 model the two orders are one, and the chosen kernel serves both. one_plus: the checkpoint
+    stores the weight minus one.
     """
 
     __slots__ = ("_eps", "_name", "_norm", "_one_plus", "_wide", "add", "weight")

@@ -1,7 +1,7 @@
-"""The torch reference of every op in `contracts/kernels.py`, and of attention: oracle of the kernels, and what runs where none can.
-
-Numerics follow transformers' modelling code, so that float32 results agree closely: norms and rotations are computed in float32
-whatever the activations' dtype.
+"""The torch reference of every op in `contracts/kernels.py`, and of attention: oracle of the kernels, and what runs
+where none can.
+ Numerics follow transformers' modelling code, so that float32 results agree closely: norms and rotations are computed
+in float32 whatever the activations' dtype.
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ class ReferenceLinear(LinearKernel):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D] -> [..., D] in x.dtype. The mean square is taken in float32; `weight` multiplies after the cast back."""
+    """x [..., D] -> [..., D] in x.dtype. The mean square is taken in float32; `weight` multiplies after the cast
+    back."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 
 
 def rms_norm_wide(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `rms_norm` with a float32 `weight` that multiplies *before* the cast back (gemma, olmo2). Equal to it in float32."""
+    """As `rms_norm` with a float32 `weight` that multiplies *before* the cast back (gemma, olmo2). Equal to it in
+    float32."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (weight * wide).to(x.dtype)
@@ -69,7 +71,7 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
     positions: int64 [T]. cos_sin: float32 [max_pos, D_rot], cosines in the first half of a row and sines in the second.
     """
     half = cos_sin.shape[1] // 2
-    cos, sin = cos_sin[positions].unsqueeze(1).split(half, dim=2)  # [T, 1, D_rot / 2] each
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=2)  # [T, 1, D_rot / 2] each
     for x in (q, k):
         first, second = x[..., :half], x[..., half : 2 * half]
         a, b = first.float(), second.float()
@@ -92,7 +94,8 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
 
 
 def attention(query: Tensor, keys: Tensor, values: Tensor, layer: AttentionLayer, causal: bool = True) -> Tensor:
-    """Dense attention of a context's last q tokens over all its n tokens, in float32: the definition that backends must meet.
+    """Dense attention of a context's last q tokens over all its n tokens, in float32: the definition that backends
+    must meet.
 
     query [q, H, Dk], keys [n, KVH, Dk], values [n, KVH, Dv] -> float32 [q, H, Dv].
     """

@@ -1,9 +1,9 @@
-"""Rotary position embeddings: which frequencies a config asks for, and the table of cosines and sines that the `rope` op reads.
-
-Definitions follow transformers' `modeling_rope_utils` (default, linear, dynamic NTK, YaRN, LongRoPE, Llama 3), with one
-difference that serving needs: where transformers changes the frequencies while a sequence grows (dynamic, longrope), they are
-chosen here once per process, from the longest context that will be served. Keys already in the cache then never go stale, and
-a request's result does not depend on what else is in the batch.
+"""Rotary position embeddings: which frequencies a config asks for, and the table of cosines and sines that the `rope`
+op reads.
+ Definitions follow transformers' `modeling_rope_utils` (default, linear, dynamic NTK, YaRN, LongRoPE, Llama 3), with
+one difference that serving needs: where transformers changes the frequencies while a sequence grows (dynamic,
+longrope), they are chosen here once per process, from the longest context that will be served. Keys already in the
+cache then never go stale, and a request's result does not depend on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -29,9 +29,18 @@ _REQUIRED = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-_EXTRA = frozenset(
-    "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate short_factor long_factor low_freq_factor high_freq_factor".split()
-)
+_EXTRA = {
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "high_freq_factor",
+    "long_factor",
+    "low_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+    "short_factor",
+    "truncate",
+}
 _HARMLESS = frozenset({"finetuned"})  # found in old configs; says how the model was made, not how it is run
 
 
@@ -68,8 +77,8 @@ def rope_config(
     """Reads the rotation out of a config.json.
 
     Knows `rope_parameters` (transformers 5, flat or one entry per layer type) and `rope_scaling` beside `rope_theta`
-    (transformers 4), and both names of the type's key, `rope_type` and `type`. `layer_type` picks the entry of a nested one.
-    Raises ModelLoadError on an unknown type or a missing parameter.
+    (transformers 4), and both names of the type's key, `rope_type` and `type`. `layer_type` picks the entry of a
+    nested one. Raises ModelLoadError on an unknown type or a missing parameter.
     """
     parameters = _parameters(config, layer_type)
     kind = _kind(parameters)
@@ -81,7 +90,7 @@ def rope_config(
     rotary_dim = int(head_dim * partial)
     if rotary_dim % 2 or rotary_dim <= 0:
         raise ModelLoadError(
-            f"config.json: {rotary_dim} rotary dimensions (head_dim {head_dim}, factor {partial}); an even count is needed"
+            f"config.json: {rotary_dim} rotary dimensions (head_dim {head_dim} times {partial}); give an even count"
         )
     max_position = int(_first(config.get("max_position_embeddings"), default_max_position))
     original = max_position
@@ -157,7 +166,8 @@ def _first(*candidates: Any) -> Any:
 
 
 def inverse_frequencies(config: RopeConfig, max_model_len: int) -> tuple[Tensor, float]:
-    """The float32 [rotary_dim / 2] inverse frequencies and the factor on cosines and sines, for contexts up to `max_model_len`."""
+    """The float32 [rotary_dim / 2] inverse frequencies and the factor on cosines and sines, for contexts up to
+    `max_model_len`."""
     if config.kind == "dynamic":
         return _plain(_dynamic_base(config, max_model_len), config.rotary_dim), 1.0
     if config.kind == "yarn":
@@ -166,7 +176,7 @@ def inverse_frequencies(config: RopeConfig, max_model_len: int) -> tuple[Tensor,
         return _longrope(config, max_model_len)
     plain = _plain(config.theta, config.rotary_dim)
     if config.kind == "linear":
-        plain /= config.factor
+        plain /= config.factor or 1.0
     elif config.kind == "llama3":
         plain = _llama3(plain, config)
     return plain, 1.0

@@ -1,8 +1,7 @@
 """Routing checkpoint tensors to the layers that want them.
-
-A layer registers a `WeightTarget` for every tensor of the checkpoint that it takes. `WeightMap.load` then walks over the tensors
-in whatever order the file has, checks each shape, and calls a layer's `finish` as soon as its last tensor is in, so that only one
-layer's plain weights live beside its packed ones.
+ A layer registers a `WeightTarget` for every tensor of the checkpoint that it takes. `WeightMap.load` then walks over
+the tensors in whatever order the file has, checks each shape, and calls a layer's `finish` as soon as its last tensor
+is in, so that only one layer's plain weights live beside its packed ones.
 """
 
 from __future__ import annotations
@@ -59,7 +58,8 @@ class WeightMap:
         return (target.spec for target, _ in self._targets.values())
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> LoadReport:
-        """Takes all tensors. Raises ModelLoadError on a wrong shape, a tensor that comes twice, or required ones that are missing."""
+        """Takes all tensors. Raises ModelLoadError on a wrong shape, a tensor that comes twice, or required ones that
+        are missing."""
         report = LoadReport()
         seen: set[str] = set()
         for name, tensor in weights:
@@ -122,7 +122,7 @@ class Parameter:
         self._parts = parts
 
     def targets(self) -> Iterator[WeightTarget]:
-        for name, rows, slot in zip(self._names, self._parts, self.tensor.split(list(self._parts)), strict=True):
+        for name, rows, slot in zip(self._names, self._parts, self.tensor.split_with_sizes(self._parts), strict=True):
             yield WeightTarget(WeightSpec(name, (rows,)), _copy_into(name, slot))
 
 

@@ -102,14 +102,15 @@ def _draw_among(
     inside = ~kept[:, -1] if not whole else torch.ones_like(kept[:, 0])
     reach = top_p * torch.where(inside, cumulative[:, -1], total)
     kept &= (cumulative - weights) < reach.unsqueeze(1)
+    kept[:, 0] = True  # also in a row that is not finite, where every comparison is false
     weights = weights.masked_fill_(~kept, 0.0)
     if whole:
         settled = inside
     else:
         edge = values.gather(1, kept.sum(1, keepdim=True) - 1).squeeze(1)
         known = inside | (top_p == OFF) | torch.isfinite(total)
-        # A row of NaN compares false for ever; it is at fault already, so that any answer does.
-        settled = (known & (values[:, -1] < edge)) | torch.isnan(best)
+        # A row that is not finite is at fault already: any answer does.
+        settled = (known & (values[:, -1] < edge)) | ~torch.isfinite(best)
     by_id = torch.where(kept, ids, logits.shape[1]).sort(dim=1)
     chosen = inverse_cdf_ordered(weights.gather(1, by_id.indices), uniforms)
     return by_id.values.gather(1, chosen.unsqueeze(1)).squeeze(1).clamp_(max=logits.shape[1] - 1), settled

@@ -1,7 +1,6 @@
 """Runs a model over paged caches step by step, without an engine: prefill in chunks, then greedy decode.
-
-It is the smallest thing that fulfils a model's side of the contract, for testing models and attention backends. Blocks are handed
-out in shuffled order, so that code that reads past a block or assumes neighbours fails.
+ It is the smallest thing that fulfils a model's side of the contract, for testing models and attention backends.
+Blocks are handed out in shuffled order, so that code that reads past a block or assumes neighbours fails.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def quantization_context(
     ops = ops or OpTable.reference()
     return QuantizationContext(
         options=None,
-        config=config or EngineConfig(),
+        config=config or EngineConfig.from_flat(),
         device=DeviceInfo(kind=device.partition(":")[0], name="test"),
         clock=SystemClock(),
         linear=ops.linear,
@@ -58,7 +57,7 @@ def model_context(
     """What the `build` of a model gets, outside an engine."""
     return ModelContext(
         options=None,
-        config=config or EngineConfig(),
+        config=config or EngineConfig.from_flat(),
         device=DeviceInfo(kind=device.partition(":")[0], name="test"),
         clock=SystemClock(),
         hf_config=hf_config,
@@ -89,7 +88,8 @@ class _Sequence:
 
 
 class ForwardHarness:
-    """A model, one attention backend and caches for `num_blocks` usable blocks. Also the ForwardContext of its steps."""
+    """A model, one attention backend and caches for `num_blocks` usable blocks. Also the ForwardContext of its
+    steps."""
 
     def __init__(
         self,
@@ -140,7 +140,8 @@ class ForwardHarness:
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, chunk_size: int | None = None
     ) -> list[list[int]]:
-        """Greedy continuations, all prompts in one batch. Prompts longer than a chunk take several steps, beside the decodes."""
+        """Greedy continuations, all prompts in one batch. Prompts longer than a chunk take several steps, beside the
+        decodes."""
         sequences = [_Sequence(list(prompt)) for prompt in prompts]
         goals = [len(prompt) + max_tokens for prompt in prompts]
         while running := [s for s, goal in zip(sequences, goals, strict=True) if len(s.tokens) < goal]:

@@ -38,8 +38,8 @@ _MERGES = (
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """model_type: as AutoConfig knows it. config: what differs from the common small sizes. drop: sizes that the family does not
-    have. std: spread of the random matrices, wide enough that greedy choices are not ties."""
+    """model_type: as AutoConfig knows it. config: what differs from the common small sizes. drop: sizes that the
+    family does not have. std: spread of the random matrices, wide enough that greedy choices are not ties."""
 
     model_type: str
     config: dict[str, Any] = field(default_factory=dict)
@@ -77,7 +77,7 @@ _GEMMA = {"head_dim": 16, "hidden_size": 48}
 
 TINY_MODELS: dict[str, TinyModel] = {
     "llama": TinyModel("llama"),
-    "llama-tied": TinyModel("llama", {"tie_word_embeddings": True}),
+    "llama-tied": TinyModel("llama", {"tie_word_embeddings": True}, std=0.2),
     "llama-head-dim": TinyModel("llama", {"head_dim": 24}),
     "llama-mqa": TinyModel("llama", {"num_key_value_heads": 1}),
     "llama-bias": TinyModel("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -111,10 +111,12 @@ TINY_MODELS: dict[str, TinyModel] = {
             "rope_parameters": {**_LONGROPE, "factor": None, "rope_type": "longrope"},
         },
     ),
-    "gemma": TinyModel("gemma", _GEMMA),
-    "gemma2": TinyModel("gemma2", {**_GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 20}),
+    "gemma": TinyModel("gemma", _GEMMA, std=0.4),
+    "gemma2": TinyModel("gemma2", {**_GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 20}, std=0.4),
     "gemma3": TinyModel(
-        "gemma3_text", {**_GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 20, "sliding_window_pattern": 2}
+        "gemma3_text",
+        {**_GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 20, "sliding_window_pattern": 2},
+        std=0.4,
     ),
     "olmo2": TinyModel("olmo2"),
     "smollm3": TinyModel("smollm3", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
@@ -143,6 +145,34 @@ TINY_MODELS: dict[str, TinyModel] = {
         "mamba", {"hidden_size": 48, "state_size": 8}, drop=tuple(set(_SIZES) - {"vocab_size", "num_hidden_layers"})
     ),
     "mixtral": TinyModel("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "exaone4": TinyModel("exaone4", {"sliding_window": 8}),
+    "deepseek-v3": TinyModel(
+        "deepseek_v3",
+        {
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    "falcon-h1": TinyModel(
+        "falcon_h1",
+        {"mamba_d_ssm": 48, "mamba_n_heads": 4, "mamba_d_head": 12, "mamba_d_state": 8, "mamba_chunk_size": 8},
+    ),
+    "gpt-oss": TinyModel(
+        "gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 8}
+    ),
+    "llama4": TinyModel(
+        "llama4_text",
+        {"attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 80, "head_dim": 12},
+    ),
     "lfm2": TinyModel("lfm2", {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False, "conv_L_cache": 3}),
     "t5": TinyModel(
         "t5",
@@ -157,7 +187,8 @@ def make_tiny_model(
 ) -> Path:
     """Writes the checkpoint `name` of TINY_MODELS into `folder` (float32, one safetensors file) and returns the folder.
 
-    `overrides` replace config fields. Every tensor is random, norms and biases too, so that none can be left out unseen.
+    `overrides` replace config fields. Every tensor is random, norms and biases too, so that none can be left out
+    unseen.
     """
     import torch
     import transformers
@@ -211,8 +242,8 @@ def save_byte_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Pa
     if vocab_size is not None and vocab_size < len(words):
         raise ValueError(f"the byte tokenizer has {len(words)} tokens; a vocabulary of {vocab_size} is too small")
     tokenizer = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {

@@ -1,4 +1,4 @@
-"""`hotswap chat [MODEL]`: a conversation in the terminal, with an engine of its own or, with --url, a running server."""
+"""`hotswap chat [MODEL]`: talk in the terminal with an engine of its own or, with --url, with a running server."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def read_settings(arguments: argparse.Namespace, *configs: type[BaseModel]) -> S
 
 def read_config_file(path: Path) -> dict[str, Any]:
     """Settings by field name. Keys are flag names with or without dashes. Raises UsageError naming file and key."""
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))

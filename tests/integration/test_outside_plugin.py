@@ -217,17 +217,16 @@ def test_two_distributions_of_one_name(twins: Environment) -> None:
     assert expected in result.stderr
     assert twins.order("no:hotswap-twin", "policy=shortest_first") == [2, 1, 0]
     assert twins.order("no:hotswap-shortest-first", "policy=shortest_first") == [0, 1, 2]
-    states = [
-        row["state"] for row in json.loads(twins.hotswap("plugins", "--json").stdout) if row["name"] == "shortest_first"
-    ]
-    assert states == ["failed", "failed"]
+    rows = json.loads(twins.hotswap("plugins", "--json").stdout)
+    assert [row["state"] for row in rows if row["name"] == "shortest_first"] == ["failed", "failed"]
 
 
 def test_a_process_that_lacks_the_plugin_names_it(outside: Environment, tmp_path: Path) -> None:
     freeze = (
         "import sys, pathlib, msgspec; from hotswap.core.plugin_manager import PluginManager\n"
         "from hotswap.plugins import BUILTIN_PLUGINS\n"
-        "m = PluginManager(builtins=BUILTIN_PLUGINS, selections=[('command line', 'policy=shortest_first')]); m.load()\n"
+        "m = PluginManager(builtins=BUILTIN_PLUGINS, selections=[('command line', v) for v in sys.argv[2:]])\n"
+        "m.load()\n"
         "pathlib.Path(sys.argv[1]).write_bytes(msgspec.msgpack.encode(m.frozen()))"
     )
     thaw = (
@@ -236,7 +235,7 @@ def test_a_process_that_lacks_the_plugin_names_it(outside: Environment, tmp_path
         "print([s.name for s in PluginManager.from_frozen(frozen).named('policy')])"
     )
     message = str(tmp_path / "frozen")
-    outside.run("-c", freeze, message)
+    outside.run("-c", freeze, message, "policy=shortest_first", "no:hotswap-future")
     assert outside.run("-c", thaw, message).stdout == "['shortest_first']\n"
     elsewhere = Environment(tmp_path).run("-c", thaw, message, check=False)
     assert "plugin 'shortest_first' of hotswap-shortest-first 1.0.0 was chosen" in elsewhere.stderr.splitlines()[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
@@ -174,4 +174,4 @@ class Forgetful(PrefixIndex):
 def test_machine_rejects_broken_index(broken: type[PrefixIndex]) -> None:
     machine = type("Machine", (PrefixIndexMachine,), {"index_class": broken})
     with pytest.raises((AssertionError, KeyError)):
-        run_state_machine_as_test(machine, settings=settings(CHECKED, max_examples=400, report_multiple_bugs=False, database=None))
+        run_state_machine_as_test(machine, settings=settings(CHECKED, max_examples=400, phases=[Phase.generate], report_multiple_bugs=False, database=None))

@@ -51,8 +51,7 @@ def test_random_bytes_never_raise_and_agree_with_whole_decoding(
         for count, token_id in enumerate(ids, start=1):
             text += stream.feed([token_id])
             settled = data[:count].decode("utf-8", errors="replace")
-            assert len(settled.encode()) - len(text.encode()) <= 3 * 3  # at most three bytes wait, as U+FFFD each
-            assert settled.startswith(text)
+            assert settled in (text, text + "\ufffd")  # what waits is one unfinished character: three bytes at most
         text += stream.finish()
         assert text == tokenizer.decode(ids) == data.decode("utf-8", errors="replace")
 
@@ -218,21 +217,13 @@ def test_the_stop_that_ends_first_wins() -> None:
     assert (both.text, both.stop) == ("x", "abc")
 
 
-def test_hostile_stop_strings_are_linear() -> None:
-    checker = StopChecker(["a" * 255 + "b"] * 1 + ["a" * n + "c" for n in range(240, 255)])
-    steps = 0
-
-    class Counting(str):
-        def __eq__(self, other: object) -> bool:
-            nonlocal steps
-            steps += 1
-            return str.__eq__(self, other)
-
-        __hash__ = str.__hash__
-
-    checker._stops = [Counting(stop) for stop in checker._stops]
+def test_stop_strings_of_one_letter_runs() -> None:
+    stops = ["a" * 255 + "b", *("a" * n + "c" for n in range(240, 255))]
+    checker = StopChecker(stops)
     text = "a" * 3000
-    assert checker.push([text]).text + checker.flush() == text
+    assert checker.push([text]).text == text[255:]
+    assert checker.push(["a"]).text == "a"
+    assert checker.push(["b"]).stop == stops[0]
 
 
 # Both together

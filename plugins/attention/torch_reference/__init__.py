@@ -1,4 +1,5 @@
-"""Attention `torch_reference`: slow and obvious, in float32, on any device. The oracle, and what runs where nothing faster can."""
+"""Attention `torch_reference`: slow and obvious, in float32, on any device. The oracle, and what runs where nothing
+faster can."""
 
 from __future__ import annotations
 

@@ -23,5 +23,5 @@ def hotswap_model() -> Iterator[ModelProvider]:
         build=_build,
         architectures=tuple(TRAITS),
         priority=10,
-        summary="Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma, OLMo 2, SmolLM3 and Granite, built from the engine's own layers.",
+        summary="Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma, OLMo 2, SmolLM3, Granite, from the engine's own layers.",
     )

@@ -1,7 +1,7 @@
 """The three ways in which decoder layers arrange their norms.
-
-A block takes the residual stream and the last block's output that is still to be added to it (None before the first), adds it in
-place, and returns its own output, not yet added. So each addition is fused with the norm that follows, across blocks too.
+ A block takes the residual stream and the last block's output that is still to be added to it (None before the
+first), adds it in place, and returns its own output, not yet added. So each addition is fused with the norm that
+follows, across blocks too.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +18,9 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True, slots=True)
 class DenseConfig:
-    """One model. windows: per layer, the tokens that a query sees (itself included), or None for all.
-    ropes: per layer, the rotation, or None for a layer without positions. round_embed_scale: the scale is rounded to the
-    model's dtype first. A soft cap c maps x to c * tanh(x / c)."""
+    """One model. windows: per layer, the tokens that a query sees (itself included), or None for all. ropes: per
+    layer, the rotation, or None for a layer without positions. round_embed_scale: the scale is rounded to the model's
+    dtype first. A soft cap c maps x to c * tanh(x / c)."""
 
     traits: Traits
     vocab_size: int
@@ -48,7 +49,8 @@ class DenseConfig:
 
 
 def text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part that describes the language model. A nested `text_config` decides; the outer level fills what it leaves out."""
+    """The part that describes the language model. A nested `text_config` decides; the outer level fills what it
+    leaves out."""
     nested = hf_config.get("text_config")
     if not isinstance(nested, Mapping):
         return dict(hf_config)
@@ -147,7 +149,7 @@ def _head_dim(config: Mapping[str, Any], traits: Traits, num_heads: int) -> int:
     hidden_size = int(config["hidden_size"])
     if hidden_size % num_heads:
         raise ModelLoadError(
-            f"config.json: hidden_size={hidden_size} is no multiple of num_attention_heads={num_heads}; head_dim is needed"
+            f"config.json: hidden_size={hidden_size} is no multiple of num_attention_heads={num_heads}: give head_dim"
         )
     return hidden_size // num_heads
 
@@ -171,7 +173,7 @@ def _layer_types(config: Mapping[str, Any], traits: Traits, num_layers: int) -> 
         unknown = sorted(set(listed) - set(_LAYER_TYPES))
         if unknown or len(listed) < num_layers:
             raise ModelLoadError(
-                f"config.json: layer_types must give one of {_LAYER_TYPES} for each of {num_layers} layers, found {listed}"
+                f"config.json: layer_types must be one of {_LAYER_TYPES} for each of {num_layers} layers, not {listed}"
             )
         listed = list(listed[:num_layers])
         if traits.windows != "layer_types" and len(set(listed)) > 1:
@@ -249,15 +251,15 @@ def _gemma3_rope(config: Mapping[str, Any], traits: Traits, layer_type: str) -> 
 
 def _attention_scale(config: Mapping[str, Any], traits: Traits, head_dim: int) -> float:
     if traits.attention_scale == "query_pre_attn_scalar":
-        return float(_value(config, "query_pre_attn_scalar", traits.default_query_pre_attn_scalar)) ** -0.5
+        return math.pow(_value(config, "query_pre_attn_scalar", traits.default_query_pre_attn_scalar), -0.5)
     if traits.attention_scale == "attention_multiplier":
         return float(_value(config, "attention_multiplier", 1.0))
-    return float(head_dim**-0.5)
+    return math.pow(head_dim, -0.5)
 
 
 def _embed_scale(config: Mapping[str, Any], traits: Traits) -> float:
     if traits.embed_scale == "sqrt_hidden":
-        return float(int(config["hidden_size"]) ** 0.5)
+        return math.sqrt(config["hidden_size"])
     if traits.embed_scale == "embedding_multiplier":
         return float(_value(config, "embedding_multiplier", 1.0))
     return 1.0

@@ -21,7 +21,7 @@ from hotswap.core.layers.rotary import RopeTables
 from hotswap.core.layers.weights import WeightMap
 
 from .blocks import Block, PostNormBlock, PreNormBlock, SandwichBlock
-from .config import DenseConfig, dense_config
+from .config import dense_config
 
 
 class DenseDecoder(Model):
@@ -74,7 +74,8 @@ class DenseDecoder(Model):
         )
 
     def _linear(self, prefix: str, in_features: int, parts: dict[str, int], bias: bool) -> Linear:
-        """parts: rows of each checkpoint module, by its last name; they stand beside the fused one that `prefix` names."""
+        """parts: rows of each checkpoint module, by its last name; they stand beside the fused one that `prefix`
+        names."""
         parent = prefix.rpartition(".")[0]
         return Linear(
             self._context.quantization,

@@ -1,4 +1,5 @@
-"""What tells the dense families apart, as data. Read from the modelling code of transformers 5, which is the test oracle."""
+"""What tells the dense families apart, as data. Read from the modelling code of transformers 5, which is the test
+oracle."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from typing import Literal
 class Traits:
     """One architecture. Fields named `default_*` hold what an absent config field means.
 
-    norm_order: where a layer's norms stand. "pre": before attention and MLP. "sandwich": before and after each. "post": after each.
-    qkv_bias, output_bias, mlp_bias: True or False, or the name of the config field that says so.
-    qk_norm: norm of queries and keys: none, over each head, or over all heads of a token.
-    norm_wide, norm_one_plus: see core.layers.norm.RMSNorm.
-    windows: which layers see a sliding window. "never"; "all": every layer, if `sliding_window` is set; "layer_types": as that
+    norm_order: where a layer's norms stand. "pre": before attention and MLP. "sandwich": before and after each.
+    "post": after each. qkv_bias, output_bias, mlp_bias: True or False, or the name of the config field that says so.
+    qk_norm: norm of queries and keys: none, over each head, or over all heads of a token. norm_wide, norm_one_plus:
+    see core.layers.norm.RMSNorm. windows: which layers see a sliding window. "never"; "all": every layer, if
+    `sliding_window` is set; "layer_types": as that
         list says, under the rule of `default_layer_types` when it is absent.
     honours: config fields, out of GUARDED, that this architecture gives a meaning.
     fused_checkpoint: the checkpoint stores qkv and gate_up fused.
@@ -52,8 +53,9 @@ class Traits:
     honours: frozenset[str] = frozenset()
 
 
-# Config fields that change what is computed, with the values that change nothing. A field that the architecture does not honour
-# must hold one of these (or be absent); otherwise the model is refused, naming the field. None means that only null is neutral.
+# Config fields that change what is computed, with the values that change nothing. A field that the architecture does
+# not honour must hold one of these (or be absent); otherwise the model is refused, naming the field. None means that
+# only null is neutral.
 GUARDED: dict[str, tuple[object, ...]] = {
     "alibi": (False,),
     "attention_bias": (False,),

@@ -1,7 +1,6 @@
 """Model `transformers`: any causal language model that transformers knows and no native family serves.
-
-Its modelling code runs as it is; only attention is routed to the engine's paged backends. Models whose attention cannot be
-routed so, or that mix tokens by other means, are refused at start.
+ Its modelling code runs as it is; only attention is routed to the engine's paged backends. Models whose attention
+cannot be routed so, or that mix tokens by other means, are refused at start.
 """
 
 from __future__ import annotations
@@ -32,5 +31,5 @@ def hotswap_model() -> Iterator[ModelProvider]:
         build=_build,
         fallback=True,
         unavailable=_unavailable,
-        summary="Any other causal language model of transformers, with its own modelling code and this engine's attention.",
+        summary="Any other causal language model of transformers: its modelling code, this engine's attention.",
     )

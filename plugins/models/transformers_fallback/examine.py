@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hotswap.core.contracts.attention import AttentionLayer
@@ -26,8 +25,8 @@ _LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What the probe found. module_names: the attention modules, in the order of `layers`. output_class: what the decoder
-    returns, for handing hidden states to the head."""
+    """What the probe found. module_names: the attention modules, in the order of `layers`. output_class: what the
+    decoder returns, for handing hidden states to the head."""
 
     config: Any
     model_class: Any
@@ -50,27 +49,15 @@ def examine(hf_config: Mapping[str, Any], max_model_len: int, model_path: str, t
         probe, output = _run_probe(model, max_model_len)
     except ModelLoadError:
         raise
-    except KeyError as error:
-        reason = (
-            "it does not use transformers' attention interface"
-            if error.args == (ROUTED,)
-            else f"running it failed: KeyError: {error}"
-        )
-        raise ModelLoadError(
-            f"{model_class.__name__} of transformers {transformers.__version__} cannot be served: {reason}"
-        ) from error
     except Exception as error:  # transformers' modelling code may fail in any way; all of them mean the same here
-        raise ModelLoadError(
-            f"{model_class.__name__} of transformers {transformers.__version__} cannot be served: running it with routed attention "
-            f"failed: {type(error).__name__}: {error}"
+        if isinstance(error, KeyError) and error.args == (ROUTED,):
+            raise refusal(model_class, "it does not use transformers' attention interface") from error
+        raise refusal(
+            model_class, f"running it with routed attention failed: {type(error).__name__}: {error}"
         ) from error
-    text = config.get_text_config(decoder=True)
-    problems = [*probe.problems, *_layer_problems(text, probe.layers, max_model_len)]
+    problems = [*probe.problems, *_layer_problems(config.get_text_config(decoder=True), probe.layers, max_model_len)]
     if problems:
-        reasons = "; ".join(dict.fromkeys(problems))
-        raise ModelLoadError(
-            f"{model_class.__name__} of transformers {transformers.__version__} cannot be served: {reasons}"
-        )
+        raise refusal(model_class, "; ".join(dict.fromkeys(problems)))
     names = {module: name for name, module in model.named_modules()}
     return Examined(
         config=config,
@@ -79,6 +66,13 @@ def examine(hf_config: Mapping[str, Any], max_model_len: int, model_path: str, t
         module_names=tuple(names[module] for module in probe.modules),
         output_class=type(output),
         weights=tuple(_weight_specs(model)),
+    )
+
+
+def refusal(model_class: Any, reason: str) -> ModelLoadError:
+    """The error that says why this model is not served."""
+    return ModelLoadError(
+        f"{model_class.__name__} of transformers {transformers.__version__} cannot be served: {reason}"
     )
 
 
@@ -96,7 +90,7 @@ def _config_and_class(hf_config: Mapping[str, Any], model_path: str, trust_remot
             return config, type(transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True))
     if not known:
         raise ModelLoadError(
-            f"transformers {transformers.__version__} knows no model type {model_type!r} (architectures {architectures})"
+            f"architectures {architectures}: transformers {transformers.__version__} knows no model type {model_type!r}"
         )
     fields = {
         name: value
@@ -112,7 +106,7 @@ def _config_and_class(hf_config: Mapping[str, Any], model_path: str, trust_remot
     model_class = mapping[type(config)]
     if model_class.__name__ not in architectures:
         raise ModelLoadError(
-            f"architectures {architectures} are not served; the language model of {model_type!r} is {model_class.__name__}"
+            f"architectures {architectures} are not served; the one of {model_type!r} is {model_class.__name__}"
         )
     return config, model_class
 
@@ -132,7 +126,8 @@ def _run_probe(model: Any, max_model_len: int) -> tuple[Probe, Any]:
 
 
 def run_decoder(decoder: Any, embeds: torch.Tensor, positions: torch.Tensor) -> Any:
-    """embeds [1, T, H], positions [1, T] -> the decoder's output object. No cache and no mask: both are the engine's."""
+    """embeds [1, T, H], positions [1, T] -> the decoder's output object. No cache and no mask: both are the
+    engine's."""
     return decoder(inputs_embeds=embeds, position_ids=positions, use_cache=False, return_dict=True)
 
 
@@ -140,8 +135,8 @@ def _layer_problems(config: Any, layers: list[AttentionLayer], max_model_len: in
     problems = []
     if len(layers) != config.num_hidden_layers:
         problems.append(
-            f"{len(layers)} of its {config.num_hidden_layers} layers attend through transformers' attention interface; the others "
-            "mix tokens by other means, or have attention code of their own"
+            f"{len(layers)} of its {config.num_hidden_layers} layers attend through transformers' attention interface; "
+            "the others mix tokens by other means, or have attention code of their own"
         )
         return problems
     types = getattr(config, "layer_types", None) or []
@@ -171,8 +166,9 @@ def _weight_specs(model: Any) -> list[WeightSpec]:
     return [WeightSpec(name, tuple(tensor.shape), name in tied) for name, tensor in model.state_dict().items()]
 
 
-def pin_rope(model: nn.Module, max_model_len: int) -> None:
-    """Fixes rotations that would change with the longest position of a batch (dynamic, longrope) to those of `max_model_len`.
+def pin_rope(model: Any, max_model_len: int) -> None:
+    """Fixes rotations that would change with the longest position of a batch (dynamic, longrope) to those of
+    `max_model_len`.
 
     Otherwise a request's result would depend on its batch mates, and cached keys would go stale.
     """

@@ -14,7 +14,7 @@ from hotswap.core.contracts.loader import ModelLoadError
 from hotswap.core.contracts.model import ForwardContext, LoadReport, Model, ModelContext, WeightSpec
 from hotswap.core.layers.cache import full_cache_spec
 
-from .examine import Examined, examine, pin_rope, run_decoder
+from .examine import Examined, examine, pin_rope, refusal, run_decoder
 from .routing import ROUTED, RoutedLayer, Steps
 from .selfcheck import disagreement, routed_logits, sample_tokens, tolerance
 
@@ -22,8 +22,9 @@ from .selfcheck import disagreement, routed_logits, sample_tokens, tolerance
 class TransformersModel(Model):
     """transformers' own modules with routed attention. Rotations, norms, experts and heads are theirs, unchanged.
 
-    The whole model (decoder and head) is kept as transformers built it. Its decoder runs on its own in `forward`; in `logits` the
-    whole model runs with a decoder that hands its input through, so that whatever the head does to its logits is done.
+    The whole model (decoder and head) is kept as transformers built it. Its decoder runs on its own in `forward`; in
+    `logits` the whole model runs with a decoder that hands its input through, so that whatever the head does to its
+    logits is done.
     """
 
     def __init__(self, context: ModelContext) -> None:
@@ -141,9 +142,9 @@ class TransformersModel(Model):
             self._model.set_attn_implementation(ROUTED)
         error = disagreement(found, expected)
         if error > tolerance(self._context.torch_dtype):
-            raise ModelLoadError(
-                f"{self._examined.model_class.__name__} of transformers {transformers.__version__} cannot be served: routed through "
-                f"the engine's attention its logits differ from its own by {error:.2g}, so it mixes tokens by other means"
+            raise refusal(
+                self._examined.model_class,
+                f"with the engine's attention its logits are off by {error:.2g}, so it mixes tokens by other means",
             )
 
 

@@ -1,7 +1,6 @@
 """How transformers' attention calls reach the engine.
-
-One function is registered with transformers under ROUTED. It hands each call to the `hotswap_attention` attribute of the calling
-module: a `Probe` while the model is examined, a `RoutedLayer` while it serves.
+ One function is registered with transformers under ROUTED. It hands each call to the `hotswap_attention` attribute of
+the calling module: a `Probe` while the model is examined, a `RoutedLayer` while it serves.
 """
 
 from __future__ import annotations
@@ -20,16 +19,29 @@ from hotswap.core.contracts.model import ForwardContext
 ROUTED = "hotswap"
 
 # Keyword arguments of an attention call that change nothing here: bookkeeping, and what `Probe` reads by name.
-_KNOWN_ARGUMENTS = frozenset(
-    "dropout scaling sliding_window softcap is_causal position_ids cache_position position_embeddings use_cache "
-    "output_attentions output_hidden_states output_router_logits return_dict layer_idx".split()
-)
+_KNOWN_ARGUMENTS = {
+    "cache_position",
+    "dropout",
+    "is_causal",
+    "layer_idx",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "scaling",
+    "sliding_window",
+    "softcap",
+    "use_cache",
+}
 
 
 def _routed_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> Any:
-    """query [1, H, T, D], key and value [1, KVH, T, D] -> ([1, T, H, Dv], None), as transformers' attention functions do."""
+    """query [1, H, T, D], key and value [1, KVH, T, D] -> ([1, T, H, Dv], None), as transformers' attention functions
+    do."""
     return module.hotswap_attention(module, query, key, value, attention_mask, kwargs), None
 
 

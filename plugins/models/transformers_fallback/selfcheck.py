@@ -1,8 +1,7 @@
 """A last look before serving: the routed model must agree with transformers' own forward on a few tokens.
-
-Two short sequences are run, one of them in two steps, beside each other in one flat batch. Whatever the probe cannot see shows
-here: state carried from token to token outside attention, tokens of one request that reach another's, positions that are not
-taken from `position_ids`, a mask that mattered, a head that does more than it was thought to.
+ Two short sequences are run, one of them in two steps, beside each other in one flat batch. Whatever the probe cannot
+see shows here: state carried from token to token outside attention, tokens of one request that reach another's,
+positions that are not taken from `position_ids`, a mask that mattered, a head that does more than it was thought to.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hotswap.core.contracts.kernels import PackedWeight
+from hotswap.core.contracts.loader import ModelLoadError
 from hotswap.core.contracts.quantization import (
     LayerMethod,
     LayerSpec,
@@ -14,7 +15,6 @@ from hotswap.core.contracts.quantization import (
     QuantizationContext,
     QuantizationMethod,
 )
-from hotswap.core.contracts.loader import ModelLoadError
 from hotswap.core.layers.weights import check_float
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ class PlainQuantization(QuantizationMethod):
 
 
 class PlainLinear(LayerMethod):
-    """One fused matrix. It is allocated when its first part comes and dropped when the kernel has packed it, so that a load never
-    holds the plain form of more than the layers that are still being filled."""
+    """One fused matrix. It is allocated when its first part comes and dropped when the kernel has packed it, so that
+    a load never holds the plain form of more than the layers that are still being filled."""
 
     def __init__(self, spec: LayerSpec, context: QuantizationContext) -> None:
         self._spec = spec
