@@ -57,7 +57,7 @@ ROWS: Final[tuple[Row, ...]] = (
         "data_parallel",
         ALWAYS,
         False,
-        f"--data-parallel-size above 1: replicas are not in this version yet; start several engines on ports of their own",
+        "--data-parallel-size above 1: replicas are not in this version yet; start several engines, one a port",
     ),
     Row(
         "kv_cache_dtype_differs",

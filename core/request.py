@@ -2,7 +2,8 @@
 
     tokens:    |<-- num_computed_tokens -->|<-- in flight -->|<-- wanted -->|
                0                                             ^ num_scheduled_tokens
-"Known" tokens are the prompt and the confirmed outputs; a placeholder stands for an output that is being drawn in flight.
+"Known" tokens are the prompt and the confirmed outputs; a placeholder stands for an output that is being drawn in
+flight.
 """
 
 from __future__ import annotations
@@ -62,10 +63,14 @@ class Request:
     num_hashed_blocks: int = 0  # how many of block_ids are in the prefix index under this request's hashes
     preempt_pending: bool = False  # yields its blocks once nothing of it is in flight
     finish_pending: str | None = None  # "abort", ...: ends once nothing of it is in flight
-    last_step_id: int = -1  # the last step that holds this request: its blocks are not reused before that step is complete
+    last_step_id: int = (
+        -1
+    )  # the last step that holds this request: its blocks are not reused before that step is complete
     stopping_ids: frozenset[int] = frozenset()  # set at admission: every token that may end it (eos and stop_token_ids)
     prompt_logprobs_pending: bool = False  # set at admission, cleared when they are handed out
-    prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=list)  # by prompt position; entry 0 stays None
+    prompt_logprobs: list[PositionLogprobs | None] = field(
+        default_factory=list
+    )  # by prompt position; entry 0 stays None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -25,17 +26,15 @@ from .openai.models import get_model, list_models
 from .openai.routes import Services
 from .state import ServerState
 
-Endpoint = Callable[[Request], Awaitable[Response]]
+_NAMESPACE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def create_app(state: ServerState) -> FastAPI:
     """The ASGI application. Raises UsageError for an API key or a metrics namespace that cannot be used."""
-    try:
-        metrics = ServerMetrics(state)
-    except ValueError:
-        raise UsageError(
-            f"--metrics-namespace {state.config.metrics_namespace!r} is no prefix of a Prometheus name"
-        ) from None
+    namespace = state.config.metrics_namespace
+    if not _NAMESPACE.fullmatch(namespace):
+        raise UsageError(f"--metrics-namespace {namespace!r}: letters, digits and _ only, and no digit first")
+    metrics = ServerMetrics(state)
     services = Services(state, metrics)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.hotswap = state

@@ -27,7 +27,7 @@ log = logging.getLogger("hotswap.server")
 
 KEEP_ALIVE_SECONDS = 65  # above the 60 s of common load balancers, so that they close first
 HEADER_SECONDS = 30.0
-# After an interrupted request was told so, its answer has this long to leave.
+# How long the last answer on a connection has to leave.
 FAREWELL_SECONDS = 2
 
 
@@ -35,17 +35,22 @@ class Protocol(H11Protocol):
     """Answers what is no HTTP in our error shape, and gives a client HEADER_SECONDS to finish its headers."""
 
     _header_deadline: asyncio.TimerHandle | None = None
+    _farewell: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._watch_headers()
 
     def data_received(self, data: bytes) -> None:
+        if self._farewell is not None:
+            return  # the rest of what was no HTTP
         super().data_received(data)
         self._watch_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_deadline()
+        if self._farewell is not None:
+            self._farewell.cancel()
         super().connection_lost(exc)
 
     def _watch_headers(self) -> None:
@@ -86,7 +91,9 @@ class Protocol(H11Protocol):
             h11.EndOfMessage(),
         ):
             self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
+        # Reads on a little before it closes: data that nobody reads resets the connection and loses the answer.
+        self.transport.write_eof()
+        self._farewell = self.loop.call_later(FAREWELL_SECONDS, self.transport.close)
 
 
 class HttpServer(uvicorn.Server):

@@ -37,7 +37,7 @@ class ServerMetrics:
     bounded."""
 
     def __init__(self, state: ServerState) -> None:
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._namespace = state.config.metrics_namespace
         self._labels = (state.model_names[0], ENGINE_INDEX)
         self.registry = CollectorRegistry()

@@ -32,7 +32,11 @@ def serve(
 async def _serve(
     state: ServerState, listener: socket.socket, start: BackgroundStart, on_ready: Callable[[StartableEngine], None]
 ) -> int:
-    server = HttpServer(create_app(state), state)
+    try:
+        server = HttpServer(create_app(state), state)
+    except BaseException:
+        start.abandon()
+        raise
     http = asyncio.create_task(server.serve([listener]), name="http")
     engine = asyncio.create_task(_start_engine(state, start), name="engine-start")
     await asyncio.wait({http, engine}, return_when=asyncio.FIRST_COMPLETED)

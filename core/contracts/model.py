@@ -102,12 +102,15 @@ class ModelContext(BuildContext):
     """What a model is built from.
 
     hf_config: config.json's content. ops: the chosen kernels. model_path: the local checkpoint (for code in the fallback).
+    torch_dtype: of weights and KV cache. activation_dtype: of what flows between layers, which the kernels were chosen for; None
+    means torch_dtype. A model that cannot separate the two may compute in torch_dtype throughout.
     """
 
     hf_config: dict[str, Any]
     ops: OpTable
     quantization: QuantizationMethod
     torch_dtype: torch.dtype
+    activation_dtype: torch.dtype | None = None
     torch_device: str = "cpu"
     max_model_len: int = 0
     model_path: str = ""

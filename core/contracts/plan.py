@@ -75,7 +75,8 @@ class RowResult(msgspec.Struct, array_like=True):
     """What one request got out of a step.
 
     token_ids: tokens drawn (empty while a prompt is still being computed; more than one under speculation).
-    prompt_logprobs: (first position, one entry per position), for prompt positions covered by this step.
+    prompt_logprobs: (first position, one entry per position). Position p is about prompt token p given those before it, so
+        the first is at least 1; a step that computes tokens [s, e) covers s + 1 .. e, as far as the prompt goes.
     error: the reason, when the fault belongs to this request alone; the request then ends.
     """
 

@@ -40,6 +40,10 @@ class Platform(ABC):
     def default_dtype(self, checkpoint_dtype: str) -> str:
         """The dtype name that `--dtype auto` means here for a checkpoint stored in `checkpoint_dtype`."""
 
+    def activation_dtype(self, dtype: str) -> str:
+        """The dtype name of activations for weights in `dtype`: the same, unless the device computes in a wider one anyway."""
+        return dtype
+
     @abstractmethod
     def memory(self) -> MemorySnapshot:
         """Now."""

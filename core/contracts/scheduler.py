@@ -40,6 +40,7 @@ class RequestUpdate(msgspec.Struct, array_like=True):
     """What changed for one request in `update`. `finish_reason` None means it goes on.
 
     finish_reason: "stop", "length", "abort" or "error". stop_reason: the stop token id, when one of stop_token_ids ended it.
+    prompt_logprobs: entries of positions 1 .. prompt length - 1, all at once and only once.
     """
 
     request_id: int

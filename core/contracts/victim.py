@@ -15,7 +15,7 @@ class VictimRule(ABC):
 
     @abstractmethod
     def choose(self, candidates: Sequence[RequestView], num_blocks_needed: int) -> RequestView:
-        """One of `candidates` (never empty, in admission order). The core asks again while blocks are still missing."""
+        """One of `candidates` (never empty, in service order). The core asks again while blocks are still missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ..clock import Clock, SystemClock
+from ..compatibility import refuse_incompatible
 from ..config import EngineConfig
 from ..contracts.loader import Checkpoint, Loader, LoaderContext
 from ..contracts.provider import DeviceInfo
@@ -67,6 +68,7 @@ class AssembledEngine:
 
 def make_manager(config: EngineConfig, builtins: tuple[str, ...], source: str = PYTHON) -> PluginManager:
     """Loads the plugins that the settings ask for. Raises PluginError in one line."""
+    refuse_incompatible(config)
     settings = {**config.plugins.model_dump(), "load_format": None, "quantization": config.model.quantization}
     if config.model.load_format != "auto":
         settings["load_format"] = config.model.load_format
@@ -158,8 +160,3 @@ def assemble_engine(
         checkpoint.close()
     engine.info.startup_seconds["engine"] = round(time.monotonic() - started, 3)
     return engine
-
-
-def describe_inventory(manager: PluginManager, context: Any) -> list[dict[str, Any]]:
-    """Rows of `hotswap plugins --json` for the running engine."""
-    return [msgspec.to_builtins(row) for row in manager.inventory(context)] if hasattr(manager, "inventory") else []

@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from ..clock import Clock
+from ..compatibility import refuse_incompatible
 from ..config import EngineConfig
 from ..contracts.attention import AttentionBackend, AttentionContext, CacheSpec
 from ..contracts.executor import Executor, ExecutorContext, Worker
@@ -59,11 +61,12 @@ class EngineBuilder:
         platform = self._platform()
         architecture = self._architecture()
         dtype = self._dtype(platform)
+        refuse_incompatible(self._config, model_dtype=dtype)
         window = self._window()
         self._model_info = ModelInfo(
             self._checkpoint.config, architecture, dtype, _vocab_size(self._checkpoint.config), 0, window
         )
-        model = self._model(architecture, dtype, window)
+        model = self._model(platform, architecture, dtype, window)
         specs = self._cache_specs(model)
         groups = group_layers(specs)
         if len(groups) != 1:
@@ -166,10 +169,11 @@ class EngineBuilder:
             table[op] = getattr(reference, op) if choice is None else self._manager.build_choice(choice, context)
         return OpTable(**table)
 
-    def _model(self, architecture: str, dtype: str, window: int) -> Model:
+    def _model(self, platform: Platform, architecture: str, dtype: str, window: int) -> Model:
         started = time.monotonic()
         torch_dtype = getattr(torch, dtype)
-        ops = self._ops(dtype)
+        activation_dtype = platform.activation_dtype(dtype)
+        ops = self._ops(activation_dtype)
         hf_config = self._checkpoint.config
         quantization: QuantizationMethod = self._manager.build(
             "quantization",
@@ -184,6 +188,7 @@ class EngineBuilder:
             ops=ops,
             quantization=quantization,
             torch_dtype=torch_dtype,
+            activation_dtype=getattr(torch, activation_dtype),
             torch_device=self._torch_device,
             max_model_len=window,
             model_path=str(self._checkpoint.path),
@@ -314,6 +319,7 @@ class EngineBuilder:
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             device=self._device.name,
+            inventory=[msgspec.to_builtins(row) for row in self._manager.inventory(self._context(BuildContext))],
             startup_seconds={name: round(seconds, 3) for name, seconds in self._seconds.items()},
         )
 

@@ -207,8 +207,12 @@ class LLM:
                             raise RequestError(refusal.error or "refused", status=refusal.error_status)
                 while core.has_work():
                     self._collect(totals, progress)
-            finally:
+            except (RequestError, KeyboardInterrupt):
                 self._abandon_rest()
+                raise
+            except BaseException:  # the engine itself failed: nothing can be run on it any more
+                self.shutdown()
+                raise
         for total in order:
             total.outputs.sort(key=lambda output: output.index)
         return order
@@ -226,11 +230,8 @@ class LLM:
             progress.advance(sum(len(o.token_ids) for o in delta.outputs), finished=delta.finished)
 
     def _abandon_rest(self) -> None:
-        """After an exception (Ctrl-C, a refusal): nothing of this call stays in the engine."""
-        left = self._front.outputs.states()
-        if not left:
-            return
-        for state in left:
+        """After Ctrl-C or a refusal: nothing of this call stays in the engine."""
+        for state in self._front.outputs.states():
             self._engine.core.abort(self._front.outputs.forget(state))
         while self._engine.core.has_work():
             self._engine.core.step()

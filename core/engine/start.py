@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..compatibility import refuse_incompatible
 from ..config import EngineConfig
 from ..contracts.platform import PlatformContext
 from ..contracts.provider import DeviceInfo
@@ -16,8 +17,9 @@ from .launch import EngineProcess, EngineSetup
 def start_engine(config: EngineConfig, manager: PluginManager, report: Report | None = None) -> EngineClient:
     """Fetches the model, starts the engine process and reads tokenizer and template meanwhile.
 
-    manager: loaded, with the operator's choices. The client still has to be started inside an event loop. Raises PluginError, UsageError or ModelLoadError in one line.
+    manager: loaded, with the operator's choices. Features that do not go together are refused first. The client still has to be started inside an event loop. Raises PluginError, UsageError or ModelLoadError in one line.
     """
+    refuse_incompatible(config)
     environment = platform_environment(manager, config)
     resolved = resolve_model(manager, config, report)
     process = EngineProcess(environment)

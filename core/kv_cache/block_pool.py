@@ -5,7 +5,8 @@
                    free, cached     ref 0, in the prefix index: handed out (evicted) when no plain one is left,
                                     least recently freed first
                    used             ref >= 1; more than 1 means shared
-A deferred free keeps its reference until the step that may still touch the block is complete, so a deferred block is a used one.
+A deferred free keeps its reference until the step that may still touch the block is complete, so a deferred block is a
+used one.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class BlockPool:
 
     @property
     def num_deferred_references(self) -> int:
-        """References that drop by themselves once the steps in flight are complete; an upper bound of the blocks that come free."""
+        """References that drop by themselves once the steps in flight are complete; an upper bound of the blocks that
+        come free.
+        """
         return sum(map(len, self._deferred.values()))
 
     def is_shared(self, block: int) -> bool:
@@ -77,7 +80,9 @@ class BlockPool:
         return bool(self._is_cached[block])
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one reference each. Raises PlanError when there are fewer free ones; then nothing is taken."""
+        """`count` blocks with one reference each. Raises PlanError when there are fewer free ones; then nothing is
+        taken.
+        """
         if count > self.num_free_blocks:
             raise PlanError(f"{count} KV blocks asked for, {self.num_free_blocks} of {self._num_blocks} are free")
         blocks = []
@@ -88,7 +93,9 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more reference to each; a cached free block comes back into use. Raises PoolIntegrityError on an uncached free one."""
+        """One more reference to each; a cached free block comes back into use. Raises PoolIntegrityError on an uncached
+        free one.
+        """
         for block in blocks:
             if self.ref_counts[block] == 0:
                 if block not in self._cached_free:
@@ -99,8 +106,8 @@ class BlockPool:
     def free(self, blocks: Sequence[int], after: int | None = None) -> None:
         """Drops one reference to each of a table's blocks, given in table order.
 
-        after: the last step in flight that may touch them; the references are held until it is complete. None: drop now.
-        Within one table the tail is freed, and so evicted, before the head: a prefix outlives its extensions.
+        after: the last step in flight that may touch them; the references are held until it is complete. None: drop
+            now. Within one table the tail is freed, and so evicted, before the head: a prefix outlives its extensions.
         """
         if not blocks:
             return
@@ -146,7 +153,7 @@ class BlockPool:
             count = self.ref_counts[block]
             if count != expected[block]:
                 faults.append(
-                    f"block {block} has reference count {count}, but {expected[block]} owners (tables and deferred frees)"
+                    f"block {block} has reference count {count}, but {expected[block]} owners (tables, deferred frees)"
                 )
             if free[block] != (count == 0):
                 faults.append(f"block {block} has reference count {count} and is {free[block]} times in the free lists")

@@ -1,9 +1,12 @@
-"""Block tables of requests: grown, matched against the prefix index, released. The only code that touches pool and index together."""
+"""Block tables of requests: grown, matched against the prefix index, released. The only code that touches pool and
+index together.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..errors import PlanError
 from ..request import Request
 from .block_pool import BlockPool, PoolIntegrityError
 from .prefix_index import PrefixIndex
@@ -31,7 +34,9 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def can_match(self, request: Request) -> bool:
-        """Whether the request may use cached prefixes. One that owes prompt log-probabilities computes every position."""
+        """Whether the request may use cached prefixes. One that owes prompt log-probabilities computes every
+        position.
+        """
         return self.enable_prefix_caching and not request.prompt_logprobs_pending
 
     def hint(self, request: Request) -> int:
@@ -39,7 +44,8 @@ class KVCacheManager:
         return len(self.index.match(request)) * self.block_size if self.can_match(request) else 0
 
     def match(self, request: Request) -> list[int]:
-        """Blocks of the request's longest cached prefix, not yet referenced: valid until the pool is next allocated from.
+        """Blocks of the request's longest cached prefix, not yet referenced: valid until the pool is next allocated
+        from.
 
         Asked every step for the request at the head of the queue: only what is new since the last time is looked up.
         """
@@ -53,7 +59,9 @@ class KVCacheManager:
         return blocks
 
     def num_blocks_to_take(self, hits: list[int], num_tokens: int) -> int:
-        """Free blocks that a request with these hits takes out of the pool to hold `num_tokens`: hits that are free count too."""
+        """Free blocks that a request with these hits takes out of the pool to hold `num_tokens`: hits that are free
+        count too.
+        """
         ref_counts = self.pool.ref_counts
         return self.num_blocks_for(num_tokens) - len(hits) + sum(ref_counts[block] == 0 for block in hits)
 
@@ -63,18 +71,21 @@ class KVCacheManager:
         return sum(ref_counts[block] == 1 for block in request.block_ids)
 
     def open_table(self, request: Request, hits: list[int], num_tokens: int) -> None:
-        """Gives an admitted request its hits and new blocks for `num_tokens` in all. Raises PlanError when they are not there."""
+        """Gives an admitted request its hits and new blocks for `num_tokens` in all. Raises PlanError when they are not
+        there.
+        """
+        needed = self.num_blocks_to_take(hits, num_tokens)
+        if needed > self.pool.num_free_blocks:
+            raise PlanError(f"{needed} free KV blocks needed, {self.pool.num_free_blocks} are there")
         self.pool.share(hits)  # first: a new block must not evict a hit
-        try:
-            fresh = self.pool.allocate(self.num_blocks_for(num_tokens) - len(hits))
-        except BaseException:
-            self.pool.free(hits)
-            raise
+        fresh = self.pool.allocate(self.num_blocks_for(num_tokens) - len(hits))
         request.block_ids = hits + fresh
         request.num_hashed_blocks = len(hits)
 
     def grow(self, request: Request, num_tokens: int) -> list[int]:
-        """Appends the blocks that the table lacks to hold `num_tokens`, and gives them. Raises PlanError when they are not there."""
+        """Appends the blocks that the table lacks to hold `num_tokens`, and gives them. Raises PlanError when they are
+        not there.
+        """
         fresh = self.pool.allocate(max(0, self.num_blocks_for(num_tokens) - len(request.block_ids)))
         request.block_ids.extend(fresh)
         return fresh
@@ -97,7 +108,9 @@ class KVCacheManager:
         request.num_hashed_blocks = 0
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets the prefixes in unreferenced blocks. Whether nothing is left: False while running requests hold indexed blocks."""
+        """Forgets the prefixes in unreferenced blocks. Whether nothing is left: False while running requests hold
+        indexed blocks.
+        """
         for block in self.index.blocks():
             if self.pool.is_free(block):
                 self.index.remove(block)
@@ -109,7 +122,8 @@ class KVCacheManager:
         return 1.0 - self.pool.num_free_blocks / self.pool.num_blocks
 
     def waste(self, running: Iterable[Request]) -> float:
-        """Unused token slots in the running requests' blocks over all their slots, 0 to 1; a shared block is counted once. O(running).
+        """Unused token slots in the running requests' blocks over all their slots, 0 to 1; a shared block is counted
+        once. O(running).
 
         Only full blocks are shared, so unused slots are in private tails.
         """

@@ -1,7 +1,8 @@
 """Which block holds the KV of which tokens: full blocks by the SHA-256 of everything that their content depends on.
 
-A block's key is SHA-256(parent's key, its token ids); the first block's parent is SHA-256(seed, adapter id, cache salt), so that
-every key of a chain depends on them. The seed is random per process unless given: keys cannot be precomputed from outside.
+A block's key is SHA-256(parent's key, its token ids); the first block's parent is SHA-256(seed, adapter id, cache
+salt), so that every key of a chain depends on them. The seed is random per process unless given: keys cannot be
+precomputed from outside.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ SEED_BYTES = 32
 
 
 class PrefixIndex:
-    """Content key -> block. One block per content: a second block with the same content is not indexed and never aliased.
+    """Content key -> block. One block per content: a second block with the same content is not indexed and never
+    aliased.
 
     seed: at least 16 bytes, the same in processes that must agree on keys; None draws one.
     """
@@ -47,7 +49,9 @@ class PrefixIndex:
         return hashlib.sha256(parent + self._pack_tokens(*token_ids)).digest()
 
     def extend_keys(self, request: Request, num_blocks: int) -> None:
-        """Fills request.block_hashes up to `num_blocks` full blocks of known tokens; each is computed once in a request's life."""
+        """Fills request.block_hashes up to `num_blocks` full blocks of known tokens; each is computed once in a
+        request's life.
+        """
         keys = request.block_hashes
         if len(keys) >= num_blocks:
             return
@@ -72,7 +76,9 @@ class PrefixIndex:
         return blocks
 
     def insert(self, key: bytes, block: int) -> bool:
-        """Indexes a computed block. False when its content is indexed already, under another block: that one is kept."""
+        """Indexes a computed block. False when its content is indexed already, under another block: that one is
+        kept.
+        """
         if key in self._blocks:
             return False
         if block in self._keys:

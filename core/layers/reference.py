@@ -37,10 +37,9 @@ class ReferenceLinear(LinearKernel):
         self, x: Tensor, weight: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None
     ) -> Tensor:
         tensor = weight.tensor if isinstance(weight, PlainWeight) else weight.unpack()
-        if out_dtype is None or out_dtype == x.dtype:
-            return F.linear(x, tensor, bias)
-        # A product rounded to x.dtype first would make ties between logits; the operands are widened instead.
-        return F.linear(x.to(out_dtype), tensor.to(out_dtype), None if bias is None else bias.to(out_dtype))
+        # The operands are widened, not the product: one rounded to x.dtype first would make ties between logits.
+        dtype = out_dtype or x.dtype
+        return F.linear(x.to(dtype), tensor.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

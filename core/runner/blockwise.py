@@ -1,8 +1,8 @@
 """Row-wise argmax and inverse-CDF search over the vocabulary in two levels: blocks of tokens, then tokens of one block.
 
-Why not `argmax` and `cumsum`: on a CPU torch's argmax over 49,152 float32 costs about 55 microseconds a row and a float64
-cumsum 65 to 400; one vectorised pass that reduces blocks, and a search among the block results, costs about 10 and 20.
-Every result depends on its own row only, bit for bit, because a block is always reduced on its own.
+Why not `argmax` and `cumsum`: on a CPU torch's argmax over 49,152 float32 costs about 55 microseconds a row and a
+float64 cumsum 65 to 400; one vectorised pass that reduces blocks, and a search among the block results, costs about 10
+and 20. Every result depends on its own row only, bit for bit, because a block is always reduced on its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def _block_reduce_max(rows: Tensor) -> Tensor:
     """[S, V] with V >= BLOCK -> [S, ceil(V / BLOCK)]; the last block ends at V and may overlap the one before."""
     width = rows.shape[1]
     whole = width // BLOCK
-    maxima = rows[:, : whole * BLOCK].unflatten(1, (whole, BLOCK)).amax(-1)
+    maxima = rows[:, : whole * BLOCK].view(rows.shape[0], whole, BLOCK).amax(-1)
     if whole * BLOCK == width:
         return maxima
     return torch.cat((maxima, rows[:, width - BLOCK :].amax(-1, keepdim=True)), dim=1)
@@ -40,7 +40,7 @@ def block_sums(weights: Tensor) -> Tensor:
     """float32 [S, V] -> float64 [S, ceil(V / BLOCK)], summed in float64."""
     width = weights.shape[1]
     whole = width // BLOCK
-    sums = weights[:, : whole * BLOCK].unflatten(1, (whole, BLOCK)).sum(-1, dtype=torch.float64)
+    sums = weights[:, : whole * BLOCK].view(weights.shape[0], whole, BLOCK).sum(-1, dtype=torch.float64)
     if whole * BLOCK == width:
         return sums
     return torch.cat((sums, weights[:, whole * BLOCK :].sum(-1, dtype=torch.float64, keepdim=True)), dim=1)
@@ -52,7 +52,8 @@ def row_sum(weights: Tensor) -> Tensor:
 
 
 def _first_above(cumulative: Tensor, weights: Tensor, target: Tensor) -> Tensor:
-    """The first index whose cumulative weight exceeds target [S, 1], else (rounding) the last one with weight: int64 [S, 1]."""
+    """The first index whose cumulative weight exceeds target [S, 1], else (rounding) the last one with weight: int64
+    [S, 1]."""
     found = torch.searchsorted(cumulative, target, right=True)
     # cumulative is flat where weights are zero, so `found` itself always has weight when it is inside.
     places = torch.arange(weights.shape[1], device=weights.device)
@@ -63,8 +64,9 @@ def _first_above(cumulative: Tensor, weights: Tensor, target: Tensor) -> Tensor:
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Draws one index a row with probability proportional to its weight.
 
-    weights: float32 [S, V], not negative, at least one positive a row. uniforms: float64 [S] in [0, 1). Returns int64 [S]:
-    the first index, in vocabulary order, whose cumulative weight exceeds uniform * total. Never one of weight zero.
+    weights: float32 [S, V], not negative, at least one positive a row. uniforms: float64 [S] in [0, 1). Returns int64
+    [S]: the first index, in vocabulary order, whose cumulative weight exceeds uniform * total. Never one of weight
+    zero.
     """
     width = weights.shape[1]
     sums = block_sums(weights)

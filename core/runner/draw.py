@@ -1,8 +1,9 @@
 """One draw a row by inverse CDF in vocabulary order, over the distribution that min_p, top_k and top_p leave.
 
-Filters follow HF and vLLM: temperature first; min_p keeps tokens with at least min_p times the row's largest probability;
-top_k keeps the k best of those; top_p keeps the fewest best whose probability, relative to what min_p and top_k left, reaches
-top_p. Tokens of equal logits are ordered by id, so each filter keeps an exact set (B03): ties never survive together by accident.
+Filters follow HF and vLLM: temperature first; min_p keeps tokens with at least min_p times the row's largest
+probability; top_k keeps the k best of those; top_p keeps the fewest best whose probability, relative to what min_p and
+top_k left, reaches top_p. Tokens of equal logits are ordered by id, so each filter keeps an exact set (B03): ties never
+survive together by accident.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 
 from .blockwise import inverse_cdf, row_sum
+from .nucleus import keep_nucleus
 from .sampling_rows import ALWAYS, OFF
 
-# Candidates looked at before a row is sorted whole. Most rows are settled by the first width (128 microseconds a row where a
-# full sort of 49,152 takes 4 ms, measured on Zen 3).
+# Candidates looked at before a row is sorted whole. Most rows are settled by the first width (128 microseconds a row
+# where a full sort of 49,152 takes 4 ms, measured on Zen 3).
 CANDIDATE_WIDTHS = (256, 4096)
 
 
@@ -37,14 +39,14 @@ def draw_ordered(
 ) -> Tensor:
     """Rows with top_k or top_p (ALWAYS and OFF where one is off). Shapes as in `draw_unordered`; top_p float64 [D]."""
     width = logits.shape[1]
-    # What top_p is relative to, where neither top_k nor min_p narrows it first.
-    open_rows = (top_k == ALWAYS) & (top_p < OFF)
-    if min_p is not None:
-        open_rows &= min_p == 0.0
+    by_mass = top_k == ALWAYS  # top_p alone cuts these rows, relative to all that min_p leaves
     total = torch.full_like(uniforms, float("inf"))
-    at = open_rows.nonzero().squeeze(1)
+    at = by_mass.nonzero().squeeze(1)
     if at.numel():
-        total[at] = row_sum(_weights(logits[at], best[at], temperature[at]))
+        weights = _weights(logits[at], best[at], temperature[at])
+        if min_p is not None:
+            weights.masked_fill_(weights < min_p[at].unsqueeze(1), 0.0)
+        total[at] = row_sum(weights)
     minimum = torch.zeros_like(uniforms) if min_p is None else min_p.to(torch.float64)
     drawn = torch.zeros_like(top_k)
     left = torch.arange(len(drawn), device=logits.device)
@@ -53,6 +55,11 @@ def draw_ordered(
         ids, settled = _draw_among(candidates, logits if len(left) == len(drawn) else logits[left], *columns)
         drawn[left] = ids
         left = left[~settled]
+        wide = left[by_mass[left]]
+        if wide.numel():
+            kept = keep_nucleus(logits[wide], best[wide], temperature[wide], top_p[wide] * total[wide])
+            drawn[wide] = inverse_cdf(kept, uniforms[wide])
+            left = left[~by_mass[left]]
         if not left.numel():
             break
     return drawn
@@ -64,7 +71,8 @@ def _weights(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` best of each row, best first, equal ones by id; where the last value has ties beyond, they are arbitrary."""
+    """The `count` best of each row, best first, equal ones by id; where the last value has ties beyond, they are
+    arbitrary."""
     if count == logits.shape[1]:
         values, ids = torch.sort(logits, dim=1, descending=True, stable=True)
         return values, ids
@@ -108,7 +116,7 @@ def _draw_among(
         settled = inside
     else:
         edge = values.gather(1, kept.sum(1, keepdim=True) - 1).squeeze(1)
-        known = inside | (top_p == OFF) | torch.isfinite(total)
+        known = inside | (top_p == OFF) | (top_k == ALWAYS)
         # A row that is not finite is at fault already: any answer does.
         settled = (known & (values[:, -1] < edge)) | ~torch.isfinite(best)
     by_id = torch.where(kept, ids, logits.shape[1]).sort(dim=1)

@@ -3,8 +3,9 @@
     token_ids[slot]:  |<------- prompt ------->|<-- outputs -->|  unused ...
                       0                        num_prompt      next position to draw
 
-A drawn token is written at its position on the device, and the next step gathers its input from there: a plan can be made and
-applied before the host knows the token. Positions, sequence lengths and slots derive from `num_computed` on the device.
+A drawn token is written at its position on the device, and the next step gathers its input from there: a plan can be
+made and applied before the host knows the token. Positions, sequence lengths and slots derive from `num_computed` on
+the device.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class BatchRequest:
 class StepInputs:
     """One step's batch: R rows in plan order, T tokens.
 
-    starts: first token of each row in the flat batch, and T at the end. before: tokens computed before this step, per row.
+    starts: first token of each row in the flat batch, and T at the end. before: tokens computed before this step, per
+        row.
     seq_lens: int64 [R], on the device: also the position of the token that each row would draw next.
     """
 
@@ -99,7 +101,9 @@ class InputBatch:
         if not self._free:
             raise RuntimeError(f"request {new.request_id} has no seat: all {self.max_num_seqs} are taken")
         if len(new.token_ids) >= self._stride:
-            raise RuntimeError(f"request {new.request_id} has {len(new.token_ids)} tokens; at most {self._stride - 1} fit")
+            raise RuntimeError(
+                f"request {new.request_id} has {len(new.token_ids)} tokens; at most {self._stride - 1} fit"
+            )
         slot = self._free.pop()
         self.token_ids[slot, : len(new.token_ids)] = torch.tensor(new.token_ids, dtype=torch.int32, device=self.device)
         self.num_computed[slot] = new.num_computed_tokens
@@ -108,7 +112,11 @@ class InputBatch:
             table[slot].zero_()
             table[slot, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32, device=self.device)
         request = BatchRequest(
-            new.request_id, slot, new.num_prompt_tokens, new.num_computed_tokens, [len(blocks) for blocks in new.block_ids]
+            new.request_id,
+            slot,
+            new.num_prompt_tokens,
+            new.num_computed_tokens,
+            [len(blocks) for blocks in new.block_ids],
         )
         self._requests[new.request_id] = request
         return request
@@ -177,7 +185,11 @@ class InputBatch:
                 request.num_blocks = [n + len(b) for n, b in zip(request.num_blocks, row.new_block_ids, strict=True)]
             computed = request.num_computed
             after = computed + row.num_tokens
-            if row.num_tokens < 1 or computed > row.num_scheduled_tokens_before or after > min(request.num_blocks) * block_size:
+            if (
+                row.num_tokens < 1
+                or computed > row.num_scheduled_tokens_before
+                or after > min(request.num_blocks) * block_size
+            ):
                 raise RuntimeError(
                     f"request {row.request_id}: {row.num_tokens} tokens after {computed} (the plan says "
                     f"{row.num_scheduled_tokens_before}) do not fit its {request.num_blocks} blocks of {block_size}"

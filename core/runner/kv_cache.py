@@ -107,7 +107,8 @@ class MemoryTable:
 def allocate_cache(
     platform: Platform, groups: Sequence[CacheGroup], layouts: Sequence[KVLayout], plan: CachePlan
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Zeroed key and value tensors by layer, in each group's layout. Raises UsageError when a layout refuses the block size."""
+    """Zeroed key and value tensors by layer, in each group's layout. Raises UsageError when a layout refuses the block
+    size."""
     import torch
 
     caches: dict[int, tuple[Tensor, Tensor]] = {}
@@ -129,7 +130,8 @@ def copy_blocks(
     sources: Tensor,
     destinations: Tensor,
 ) -> None:
-    """Copies whole blocks (int64 [C] each) in every layer of a group. All sources are read before a destination is written."""
+    """Copies whole blocks (int64 [C] each) in every layer of a group. All sources are read before a destination is
+    written."""
     for layer in group.layers:
         for tensor, shape in zip(caches[layer], (layout.key_shape, layout.value_shape), strict=True):
             dim = shape.index("block")

@@ -27,16 +27,15 @@ def _best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if count >= logits.shape[1]:
         values, ids = torch.sort(logits, dim=1, descending=True, stable=True)
         return values, ids
-    values, ids = logits.topk(count, dim=1)
-    ids, by_id = ids.sort(dim=1)
-    values, by_value = torch.sort(values.gather(1, by_id), dim=1, descending=True, stable=True)
+    values, ids = logits.topk(count + 1, dim=1)
+    # A value that goes on beyond the list may have left out a lower id: choose among all of its tokens again.
+    ties = (values[:, count] == values[:, count - 1]).nonzero().squeeze(1).tolist()
+    ids, by_id = ids[:, :count].sort(dim=1)
+    values, by_value = torch.sort(values[:, :count].gather(1, by_id), dim=1, descending=True, stable=True)
     ids = ids.gather(1, by_value)
-    # topk may have left out a lower id that equals the last value: choose among all of them again.
-    edge = values[:, -1:]
-    ties = (logits == edge).sum(1) > (values == edge).sum(1)
-    for row in ties.nonzero().squeeze(1).tolist():
-        first_tie = int((values[row] > edge[row]).sum())
-        ids[row, first_tie:] = (logits[row] == edge[row]).nonzero().squeeze(1)[: count - first_tie]
+    for row in ties:
+        first_tie = int((values[row] > values[row, -1]).sum())
+        ids[row, first_tie:] = (logits[row] == values[row, -1]).nonzero().squeeze(1)[: count - first_tie]
     return values, ids
 
 

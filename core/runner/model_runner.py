@@ -1,8 +1,8 @@
 """The worker: applies plans to the persistent batch, runs the model, draws tokens. One device, one thread.
 
-Nothing here knows a phase: a row of a step is some tokens of one request, whatever they are for. Rows that draw a token are
-picked out of the hidden states after the forward; prompt log-probabilities are computed from the hidden rows of their chunk,
-a slice at a time, so that a long prompt never needs its whole matrix of logits.
+Nothing here knows a phase: a row of a step is some tokens of one request, whatever they are for. Rows that draw a token
+are picked out of the hidden states after the forward; prompt log-probabilities are computed from the hidden rows of
+their chunk, a slice at a time, so that a long prompt never needs its whole matrix of logits.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .edits import History
 from .input_batch import BatchRequest, InputBatch, StepInputs
 from .kv_cache import CacheGroup, MemoryTable, copy_blocks
 from .logprobs import gather_logprobs
-from .penalties import PenaltyPool
+from .penalties import PenaltyPool, penalties_of
 from .sampler import FAULTS, describe_faults, sample
-from .sampling_rows import SamplingBatch, SamplingRow, build_batch, resolve_row, wants_penalties
+from .sampling_rows import SamplingBatch, SamplingRow, build_batch, resolve_row
 
 PROMPT_LOGPROB_SLICE = 64  # rows of logits that exist at once for prompt log-probabilities
 
@@ -69,8 +69,8 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class _PromptChunk:
-    """Hidden rows whose next tokens belong to the prompt. place: the row in the step. first: the position that the first of
-    them predicts."""
+    """Hidden rows whose next tokens belong to the prompt. place: the row in the step. first: the position that the
+    first of them predicts."""
 
     request: BatchRequest
     place: int
@@ -192,9 +192,10 @@ class ModelRunner(Worker):
     def _add(self, new: NewRequest) -> None:
         request = self._batch.add(new)
         penalty_row = None
-        if wants_penalties(new.sampling):
+        penalties = penalties_of(new.sampling)
+        if penalties is not None:
             tokens = self._batch.tokens(request, 0, len(new.token_ids))
-            penalty_row = self._pool.add(tokens[: new.num_prompt_tokens], tokens[new.num_prompt_tokens :])
+            penalty_row = self._pool.add(penalties, tokens[: new.num_prompt_tokens], tokens[new.num_prompt_tokens :])
         row = resolve_row(new.sampling, new.request_id, self._limits.logits_width, self._device, penalty_row)
         self._rows[new.request_id] = row
         # A request that comes back with outputs has had its prompt's log-probabilities delivered.
@@ -229,13 +230,15 @@ class ModelRunner(Worker):
         inputs, places = pending.inputs, pending.places
         logits = self._model.logits(pending.hidden)
         if logits.shape[1] != self._limits.logits_width:
-            raise RuntimeError(f"the model gives {logits.shape[1]} logits a row, {self._limits.logits_width} were announced")
+            raise RuntimeError(
+                f"the model gives {logits.shape[1]} logits a row, {self._limits.logits_width} were announced"
+            )
         plan = self._sampling_plan([inputs.requests[place] for place in places], masks)
         positions = inputs.seq_lens
         if len(places) != len(inputs.requests):
             positions = positions.index_select(0, torch.tensor(places, dtype=torch.int64, device=self._device))
         history = History(self._batch.token_ids, plan.slots, positions, plan.num_prompt_tokens)
-        drawn = sample(logits, plan.batch, history, self._pool)
+        drawn = sample(logits, plan.batch, history, self._pool, overwrite=not plan.batch.logprob_rows)
         self._batch.write(plan.slots, positions, drawn.token_ids)
         token_ids, faults = torch.stack((drawn.token_ids, drawn.faults)).tolist()
         for place, token_id, error in zip(places, token_ids, describe_faults(faults), strict=True):

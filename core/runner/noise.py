@@ -1,9 +1,9 @@
 """The random number of a token: a function of (request seed, position) and of nothing else (design.md, "One noise").
 
-A counter-based hash, so there is no generator whose state a batch could disturb: the same on every device, in any batch, with
-and without speculation, after a preemption. Two rounds of the SplitMix64 finalizer (Steele, Lea, Flood: "Fast splittable
-pseudorandom number generators", OOPSLA 2014): the first spreads the seed over 64 bits, the second a step of the Weyl sequence
-that starts there.
+A counter-based hash, so there is no generator whose state a batch could disturb: the same on every device, in any
+batch, with and without speculation, after a preemption. Two rounds of the SplitMix64 finalizer (Steele, Lea, Flood:
+"Fast splittable pseudorandom number generators", OOPSLA 2014): the first spreads the seed over 64 bits, the second a
+step of the Weyl sequence that starts there.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """seeds int64 [S] (any value), positions int64 [S] (index of the token to draw) -> float64 [S] in [0, 1), multiples of 2**-53."""
+    """seeds int64 [S] (any value), positions int64 [S] (index of the token to draw) -> float64 [S] in [0, 1), multiples
+    of 2**-53."""
     bits = _mix(_mix(seeds + _WEYL) + (positions + 1) * _WEYL)
     return _shift_right(bits, 11).to(torch.float64) * 2.0**-53

@@ -1,34 +1,64 @@
-"""Repetition, presence and frequency penalties: token counts per request, kept on the device and updated token by token.
+"""Repetition, presence and frequency penalties: token counts per request, kept on the device and updated token by
+token.
 
 Only requests that ask for a penalty take a row, so the others cost neither memory nor time.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from ..sampling_params import SamplingParams
 
 _FIRST_CAPACITY = 8
 
 
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """One request's settings. repetition 1 and the others 0 are off."""
+
+    repetition: float
+    presence: float
+    frequency: float
+
+
+def penalties_of(params: SamplingParams) -> Penalties | None:
+    """None when the request asks for none."""
+    found = Penalties(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    return None if found == Penalties(1.0, 0.0, 0.0) else found
+
+
 class PenaltyPool:
-    """Counts of the tokens each penalised request has seen. Rows are handed out, freed and reused; the pool grows by doubling."""
+    """What each penalised request's tokens have cost so far. Rows are handed out, freed and reused; the pool grows by
+    doubling. Kept per token: how often it was drawn, what its logit is divided by, what is taken off it."""
 
     def __init__(self, logits_width: int, device: str) -> None:
         self._width = logits_width
         self._device = device
-        self._output_counts = torch.zeros((0, logits_width), dtype=torch.int32, device=device)
-        self._in_prompt = torch.zeros((0, logits_width), dtype=torch.bool, device=device)
+        self._counts = torch.zeros((0, logits_width), dtype=torch.int32, device=device)
+        self._divisors = torch.ones((0, logits_width), device=device)
+        self._amounts = torch.zeros((0, logits_width), device=device)
+        self._penalties = torch.zeros((0, 3), device=device)  # repetition, presence, frequency
         self._free: list[int] = []
 
-    def add(self, prompt_ids: Tensor, output_ids: Tensor) -> int:
+    def add(self, penalties: Penalties, prompt_ids: Tensor, output_ids: Tensor) -> int:
         """Takes a row for a request with these tokens (integer tensors on the device); returns its number."""
         if not self._free:
             self._grow()
         row = self._free.pop()
         # A prompt may hold ids beyond the logits (padded embeddings): no penalty can apply to what cannot be drawn.
-        self._in_prompt[row] = torch.bincount(prompt_ids, minlength=self._width)[: self._width] > 0
-        self._output_counts[row] = torch.bincount(output_ids, minlength=self._width)[: self._width].to(torch.int32)
+        in_prompt = torch.bincount(prompt_ids, minlength=self._width)[: self._width] > 0
+        counts = torch.bincount(output_ids, minlength=self._width)[: self._width]
+        drawn = counts > 0
+        self._counts[row] = counts.to(torch.int32)
+        self._divisors[row] = torch.where(in_prompt | drawn, penalties.repetition, 1.0)
+        self._amounts[row] = penalties.frequency * counts + penalties.presence * drawn
+        self._penalties[row] = torch.tensor(
+            (penalties.repetition, penalties.presence, penalties.frequency), device=self._device
+        )
         return row
 
     def remove(self, row: int) -> None:
@@ -36,36 +66,36 @@ class PenaltyPool:
 
     def record(self, rows: Tensor, token_ids: Tensor) -> None:
         """Counts one drawn token for each of rows int64 [P] (all different)."""
-        self._output_counts[rows, token_ids] += 1
+        at = (rows, token_ids)
+        counts = self._counts[at] + 1
+        repetition, presence, frequency = self._penalties.index_select(0, rows).unbind(1)
+        self._counts[at] = counts
+        self._divisors[at] = repetition
+        self._amounts[at] = frequency * counts + presence
 
     def clear(self) -> None:
         """Frees every row."""
-        self._free = list(range(self._output_counts.shape[0]))
+        self._free = list(range(self._counts.shape[0]))
 
-    def apply(
-        self, logits: Tensor, local: Tensor, rows: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
-    ) -> None:
-        """Penalises rows `local` int64 [P] of logits [E, V] in place by the counts in pool rows `rows` int64 [P].
+    def apply(self, logits: Tensor, local: Tensor, rows: Tensor) -> None:
+        """Penalises rows `local` int64 [P] of logits [E, V] in place by the pool rows `rows` int64 [P].
 
-        Repetition (HF's definition): a token seen in prompt or output has a positive logit divided, a negative one multiplied.
-        Presence and frequency (OpenAI's): minus presence once, minus frequency times the count, for tokens of the output.
+        Repetition (HF's definition): a token seen in prompt or output has a positive logit divided, a negative one
+        multiplied. Presence and frequency (OpenAI's): minus presence once, minus frequency times the count, for tokens
+        of the output.
         """
-        counts = self._output_counts.index_select(0, rows)
-        drawn = counts > 0
-        seen = self._in_prompt.index_select(0, rows).logical_or_(drawn)
         values = logits.index_select(0, local)
-        factor = repetition.unsqueeze(1)
-        values = torch.where(seen, torch.where(values > 0, values / factor, values * factor), values)
-        values -= frequency.unsqueeze(1) * counts
-        values -= presence.unsqueeze(1) * drawn
+        divisors = self._divisors.index_select(0, rows)
+        values = torch.where(values > 0, values / divisors, values.mul_(divisors))
+        values -= self._amounts.index_select(0, rows)
         logits.index_copy_(0, local, values)
 
     def _grow(self) -> None:
-        old = self._output_counts.shape[0]
+        old = self._counts.shape[0]
         new = max(_FIRST_CAPACITY, 2 * old)
-        for name in ("_output_counts", "_in_prompt"):
+        for name in ("_counts", "_divisors", "_amounts", "_penalties"):
             before: Tensor = getattr(self, name)
-            after = torch.zeros((new, self._width), dtype=before.dtype, device=self._device)
+            after = torch.zeros((new, before.shape[1]), dtype=before.dtype, device=self._device)
             after[:old] = before
             setattr(self, name, after)
         self._free.extend(range(new - 1, old - 1, -1))

@@ -1,14 +1,14 @@
 """Draws tokens: one for each row of logits, each as if it were alone in the batch.
 
 Order of processing, in float32 whatever the model's dtype:
-  logits -> allowed tokens and grammar mask -> bad words -> tokens masked until min_tokens (all end-of-sequence and stop ids),
-  by ignore_eos, or by a logit_bias of -100 -> logit_bias (added; 100 also excludes all other tokens) -> repetition, frequency
-  and presence penalties -> temperature -> min_p -> top_k -> top_p -> draw.
-Greedy rows (temperature below 1e-5, or top_k 1) take the largest logit after the penalties, the lowest id among equal ones.
-Reported log-probabilities are the raw model's, before all of this.
+  logits -> allowed tokens and grammar mask -> bad words -> tokens masked until min_tokens (all end-of-sequence and stop
+  ids), by ignore_eos, or by a logit_bias of -100 -> logit_bias (added; 100 also excludes all other tokens) ->
+  repetition, frequency and presence penalties -> temperature -> min_p -> top_k -> top_p -> draw.
+Greedy rows (temperature below 1e-5, or top_k 1) take the largest logit after the penalties, the lowest id among equal
+ones. Reported log-probabilities are the raw model's, before all of this.
 
-Rows are grouped by what they ask for, and a row pays only for its own features; every operation works within a row, so batch
-mates cannot change a result, not even in the last bit. A row whose logits are NaN is reported and harms no other.
+Rows are grouped by what they ask for, and a row pays only for its own features; every operation works within a row, so
+batch mates cannot change a result, not even in the last bit. A row whose logits are NaN is reported and harms no other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .sampling_rows import DrawGroup, SamplingBatch
 FAULTS = (
     None,
     "the model's logits are not finite (NaN or infinity)",
-    "no token can be drawn: allowed_token_ids, bad_words, logit_bias, min_tokens and ignore_eos together exclude all of them",
+    "no token can be drawn: allowed_token_ids, bad_words, logit_bias, min_tokens and ignore_eos together exclude all",
 )
 _NOT_FINITE, _NOTHING_LEFT = 1, 2
 
@@ -42,13 +42,17 @@ class Drawn:
     faults: Tensor
 
 
-def sample(logits: Tensor, batch: SamplingBatch, history: History, pool: PenaltyPool) -> Drawn:
-    """logits: float32 [S, V], not modified. Updates the counts that penalties need with the drawn tokens."""
+def sample(
+    logits: Tensor, batch: SamplingBatch, history: History, pool: PenaltyPool, *, overwrite: bool = False
+) -> Drawn:
+    """logits: float32 [S, V], kept as they are unless `overwrite` allows edits in place (a copy less when every row is
+    edited). Updates the counts that penalties need with the drawn tokens."""
     best, token_ids = row_max(logits)
     faults = (~torch.isfinite(best)).to(torch.int64)
     edited, edited_best = logits, best
     if batch.edits is not None:
-        edited = logits.index_select(0, batch.edits.rows)
+        in_place = overwrite and len(batch.edits.rows) == len(logits)
+        edited = logits if in_place else logits.index_select(0, batch.edits.rows)
         apply_edits(edited, batch.edits, history, pool)
         edited_best, edited_ids = row_max(edited)
         token_ids = token_ids.index_copy(0, batch.edits.rows, edited_ids)
@@ -59,7 +63,7 @@ def sample(logits: Tensor, batch: SamplingBatch, history: History, pool: Penalty
         source, source_best = (edited, edited_best) if group.edited else (logits, best)
         token_ids = token_ids.index_copy(0, group.rows, _draw(source, source_best, group, history.positions))
     if batch.edits is not None and batch.edits.penalties is not None:
-        at, pool_rows, *_ = batch.edits.penalties
+        at, pool_rows = batch.edits.penalties
         pool.record(pool_rows, token_ids.index_select(0, batch.edits.rows.index_select(0, at)))
     return Drawn(token_ids, faults)
 

@@ -1,5 +1,6 @@
-"""What sampling needs to know about requests: `SamplingRow`, one a request, worked out at admission, and `SamplingBatch`, the
-rows of one step grouped by what they ask for. A batch is kept while the same requests sample step after step.
+"""What sampling needs to know about requests: `SamplingRow`, one a request, worked out at admission, and
+`SamplingBatch`, the rows of one step grouped by what they ask for. A batch is kept while the same requests sample step
+after step.
 """
 
 from __future__ import annotations
@@ -38,9 +39,6 @@ class SamplingRow:
     bias: tuple[tuple[int, float], ...]
     forced: tuple[int, ...]
     allowed: Tensor | None
-    repetition: float
-    presence: float
-    frequency: float
     penalty_row: int | None
     logprobs: int | None
 
@@ -48,7 +46,12 @@ class SamplingRow:
     def edited(self) -> bool:
         """Whether the logits change before temperature and filters."""
         return bool(
-            self.until or self.words or self.bias or self.forced or self.allowed is not None or self.penalty_row is not None
+            self.until
+            or self.words
+            or self.bias
+            or self.forced
+            or self.allowed is not None
+            or self.penalty_row is not None
         )
 
     @property
@@ -57,14 +60,11 @@ class SamplingRow:
         return self.top_p < 1.0 or self.top_k < ALWAYS
 
 
-def wants_penalties(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-
-
 def resolve_row(
     params: SamplingParams, request_id: int, logits_width: int, device: str, penalty_row: int | None
 ) -> SamplingRow:
-    """Works out a request's row. `ignore_eos` masks every end-of-sequence token, except one that is also a stop token id."""
+    """Works out a request's row. `ignore_eos` masks every end-of-sequence token, except one that is also a stop token
+    id."""
     until: dict[int, int] = {}
     if params.min_tokens > 0:
         until.update(dict.fromkeys([*params.eos_token_ids, *params.stop_token_ids], params.min_tokens))
@@ -89,9 +89,6 @@ def resolve_row(
         bias=tuple((i, v) for i, v in params.logit_bias.items() if v not in (BIAS_BAN, 0.0)),
         forced=tuple(i for i, v in params.logit_bias.items() if v == BIAS_FORCE),
         allowed=allowed,
-        repetition=params.repetition_penalty,
-        presence=params.presence_penalty,
-        frequency=params.frequency_penalty,
         penalty_row=penalty_row,
         logprobs=params.logprobs,
     )
@@ -107,10 +104,12 @@ class Edits:
     rows: Tensor
     allowed: tuple[Tensor, Tensor] | None  # at [A], bool [A, V]
     until: tuple[Tensor, Tensor, Tensor] | None  # at, token ids, thresholds; all [U]
-    words: tuple[Tensor, Tensor, Tensor, Tensor] | None  # at [W], last ids [W], prefixes [W, L] (-1 pads), prefix lengths [W]
+    words: (
+        tuple[Tensor, Tensor, Tensor, Tensor] | None
+    )  # at [W], last ids [W], prefixes [W, L] (-1 pads), prefix lengths [W]
     bias: tuple[Tensor, Tensor, Tensor] | None  # at, token ids, float32 values; all [B]
     forced: tuple[Tensor, Tensor] | None  # at [F], bool [F, V]
-    penalties: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None  # at, pool rows, repetition, presence, frequency; all [P]
+    penalties: tuple[Tensor, Tensor] | None  # at [P], pool rows [P]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,8 @@ class DrawGroup:
     """Rows that draw in one way.
 
     edited: whether they draw from the edited logits. ordered: whether top_k or top_p apply.
-    rows: int64 [D], places among the S sampling rows. source: int64 [D], places in the logits drawn from; None: all of them.
+    rows: int64 [D], places among the S sampling rows. source: int64 [D], places in the logits drawn from; None: all of
+        them.
     """
 
     edited: bool
@@ -160,6 +160,12 @@ class _Builder:
         at, ids, values = zip(*found, strict=True)
         return self.ints(at), self.ints(ids), torch.tensor(values, dtype=dtype, device=self.device)
 
+    def pairs(self, found: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | None:
+        if not found:
+            return None
+        first, second = zip(*found, strict=True)
+        return self.ints(first), self.ints(second)
+
     def masks(self, found: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor] | None:
         if not found:
             return None
@@ -181,7 +187,9 @@ def build_batch(
     for (is_edited, ordered), places in grouped.items():
         source = [at_of[place] for place in places] if is_edited else places
         whole = len(source) == (len(edited) if is_edited else len(rows))
-        groups.append(_draw_group(build, [rows[p] for p in places], places, None if whole else source, is_edited, ordered))
+        groups.append(
+            _draw_group(build, [rows[p] for p in places], places, None if whole else source, is_edited, ordered)
+        )
     with_logprobs = [(place, row.logprobs) for place, row in enumerate(rows) if row.logprobs is not None]
     return SamplingBatch(
         edits=_edits(build, [rows[p] for p in edited], edited, masks, logits_width) if edited else None,
@@ -216,7 +224,7 @@ def _edits(
     until: list[tuple[int, int, float]] = []
     bias: list[tuple[int, int, float]] = []
     words: list[tuple[int, tuple[int, ...]]] = []
-    penalised: list[tuple[int, SamplingRow, int]] = []
+    penalised: list[tuple[int, int]] = []
     for at, (place, row) in enumerate(zip(places, rows, strict=True)):
         both = [mask for mask in (row.allowed, masks.get(place)) if mask is not None]
         if both:
@@ -229,7 +237,7 @@ def _edits(
         bias.extend((at, token_id, value) for token_id, value in row.bias)
         words.extend((at, word) for word in row.words)
         if row.penalty_row is not None:
-            penalised.append((at, row, row.penalty_row))
+            penalised.append((at, row.penalty_row))
     return Edits(
         rows=build.ints(places),
         allowed=build.masks(allowed),
@@ -237,7 +245,7 @@ def _edits(
         words=_words(build, words),
         bias=build.triples(bias, torch.float32),
         forced=build.masks(forced),
-        penalties=_penalties(build, penalised),
+        penalties=build.pairs(penalised),
     )
 
 
@@ -251,18 +259,4 @@ def _words(build: _Builder, words: list[tuple[int, tuple[int, ...]]]) -> tuple[T
         build.ints([word[-1] for _, word in words]),
         torch.tensor(prefixes, dtype=torch.int64, device=build.device),
         build.ints([len(word) - 1 for _, word in words]),
-    )
-
-
-def _penalties(
-    build: _Builder, found: list[tuple[int, SamplingRow, int]]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
-    if not found:
-        return None
-    return (
-        build.ints([at for at, _, _ in found]),
-        build.ints([pool_row for _, _, pool_row in found]),
-        build.floats([row.repetition for _, row, _ in found]),
-        build.floats([row.presence for _, row, _ in found]),
-        build.floats([row.frequency for _, row, _ in found]),
     )

@@ -18,7 +18,8 @@ def check_request(request: Request, limits: SchedulingLimits, window: int, num_w
         raise RequestError("the prompt has no tokens", param="prompt")
     if num_prompt >= window:
         raise RequestError(
-            f"the prompt has {num_prompt} tokens, but the context window is {window} tokens and at least one must be left to answer",
+            f"the prompt has {num_prompt} tokens, but the context window is {window} tokens "
+            "and at least one must be left to answer",
             param="prompt",
             code="context_length_exceeded",
         )

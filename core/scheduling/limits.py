@@ -9,11 +9,12 @@ from ..errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingLimits:
-    """max_num_batched_tokens: tokens in a step. max_num_seqs: requests running at once. max_model_len: the model's window.
+    """max_num_batched_tokens: tokens in a step. max_num_seqs: requests running at once. max_model_len: the model's
+    window.
 
     max_num_queued_reqs: requests waiting at once before more are refused with 429; None is no limit.
-    enable_chunked_prefill: whether a prompt may be split over steps. chunkable: the model's own word (False: never split,
-    and no prefix reuse either, since a token's KV then depends on what follows it).
+    enable_chunked_prefill: whether a prompt may be split over steps. chunkable: the model's own word (False: never
+        split, and no prefix reuse either, since a token's KV then depends on what follows it).
     """
 
     max_num_seqs: int
@@ -41,6 +42,7 @@ def check_limits(limits: SchedulingLimits, window: int) -> None:
     if not limits.chunked and limits.max_num_batched_tokens < window:
         why = "chunked prefill is off" if limits.chunkable else "this model's prompts cannot be split"
         raise UsageError(
-            f"max_num_batched_tokens ({limits.max_num_batched_tokens}) is less than the window ({window} tokens), and {why}: "
-            f"a longer prompt could never run. Set max_num_batched_tokens to at least {window}, or lower max_model_len."
+            f"max_num_batched_tokens ({limits.max_num_batched_tokens}) is less than the window ({window} tokens), and "
+            f"{why}: a longer prompt could never run. Set max_num_batched_tokens to at least {window}, "
+            "or lower max_model_len."
         )

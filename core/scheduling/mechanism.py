@@ -33,7 +33,7 @@ class Mechanism(SchedulingMechanism):
         self.window = effective_window(limits.max_model_len, kv.pool.num_blocks, kv.block_size)
         check_limits(limits, self.window)
         if not limits.chunkable:
-            kv.enable_prefix_caching = False
+            kv.enable_prefix_caching = False  # a token's KV depends on what follows it: no prefix can be reused
         self.kv = kv
         self._state = SchedulingState(limits, kv, policy)
         self._builder: StepPlanBuilder | None = None
@@ -83,7 +83,8 @@ class Mechanism(SchedulingMechanism):
     # What the engine uses.
 
     def add(self, request: Request, waiting_for: WaitingReason | None = None) -> None:
-        """Queues a new request. Raises RequestError when it is refused: 400 when it can never be served, 429 when the queue is full.
+        """Queues a new request. Raises RequestError when it is refused: 400 when it can never be served, 429 when the
+        queue is full.
 
         waiting_for: what it lacks beyond a place in the batch; `release` queues it once that is there.
         """
@@ -100,7 +101,9 @@ class Mechanism(SchedulingMechanism):
             state.hold(request, waiting_for)
 
     def release(self, request_id: int) -> None:
-        """Queues a request that was waiting for something. Unknown ids are ignored: it may have been aborted meanwhile."""
+        """Queues a request that was waiting for something. Unknown ids are ignored: it may have been aborted
+        meanwhile.
+        """
         request = self._state.requests.get(request_id)
         if request is not None and request.status is Status.WAITING_FOR:
             self._state.leave_queue(request)
@@ -123,7 +126,9 @@ class Mechanism(SchedulingMechanism):
         state.pending_updates.append(update)
 
     def take_updates(self) -> list[RequestUpdate]:
-        """Ends that came about outside `update`: aborts, refusals. Each is handed out once, here or by the next `update`."""
+        """Ends that came about outside `update`: aborts, refusals. Each is handed out once, here or by the next
+        `update`.
+        """
         updates, self._state.pending_updates = self._state.pending_updates, []
         return updates
 
@@ -133,7 +138,9 @@ class Mechanism(SchedulingMechanism):
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
-        """Swaps the policy while serving: those that wait are pushed into the new one. The scheduler's own reference is the caller's."""
+        """Swaps the policy while serving: those that wait are pushed into the new one. The scheduler's own reference is
+        the caller's.
+        """
         waiting = list(self._state.policy.waiting())
         self._state.policy = policy
         for view in waiting:
@@ -177,7 +184,9 @@ class Mechanism(SchedulingMechanism):
         stats.prefix_hits = state.prefix_hits
 
     def check_integrity(self) -> None:
-        """Audits blocks, index and counts. Raises PoolIntegrityError or PlanError. O(blocks + requests): when idle, and in tests."""
+        """Audits blocks, index and counts. Raises PoolIntegrityError or PlanError. O(blocks + requests): when idle, and
+        in tests.
+        """
         state = self._state
         self.kv.check_integrity(state.requests.values())
         state.check_policy()

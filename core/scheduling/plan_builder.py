@@ -16,8 +16,9 @@ HEADROOM_SHARE = 50  # of the pool: at most 1 / 50 stays free at admission, for 
 
 
 class StepPlanBuilder(PlanBuilder):
-    """Made by Mechanism.begin_plan. A request that lacks blocks closes the step for admission: what comes free is for those
-    that run, in service order."""
+    """Made by Mechanism.begin_plan. A request that lacks blocks closes the step for admission: what comes free is for
+    those that run, in service order.
+    """
 
     def __init__(self, state: SchedulingState) -> None:
         self._state = state
@@ -33,9 +34,7 @@ class StepPlanBuilder(PlanBuilder):
         self._rows: list[ScheduledRequest] = []
         self._new: list[NewRequest] = []
         self._shortages: dict[int, int] = {}  # request -> blocks that it lacked when it was last asked for
-        self._num_claimed = (
-            0  # of the blocks that come free at coming updates, those that somebody in this step waits for
-        )
+        self._num_claimed = 0  # blocks that come free at coming updates and that somebody in this step waits for
         self._under_pressure = False  # somebody was asked to yield for one that runs
         self._built = False
         self.budget = Budget(
@@ -220,8 +219,9 @@ class StepPlanBuilder(PlanBuilder):
         return self._built
 
     def _end_hopeless(self) -> None:
-        """Ends the first request when it has the pool to itself and still lacks blocks. The check at the door rules that out; if
-        it happens all the same, that request ends and the rest is served."""
+        """Ends the first request when it has the pool to itself and still lacks blocks. The check at the door rules
+        that out; if it happens all the same, that request ends and the rest is served.
+        """
         state = self._state
         if state.in_flight or state.leaving or not len(state.running):
             return

@@ -1,7 +1,7 @@
 """Log-probabilities of prompt positions: gathered over chunks and restarts, handed out once, one entry per position.
 
-Position p is about prompt token p, given those before it; position 0 has none. A step that computes tokens [s, e) yields
-positions s+1 .. e, as far as the prompt goes.
+Position p is about prompt token p, given those before it; position 0 has none. A step that computes tokens [s, e)
+yields positions s+1 .. e, as far as the prompt goes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def take_prompt_logprobs(request: Request) -> list[PositionLogprobs] | None:
     gathered = [entry for entry in request.prompt_logprobs[1:] if entry is not None]
     if len(gathered) != request.num_prompt_tokens - 1:
         raise PlanError(
-            f"request {request.request_id}: {len(gathered)} prompt log-probabilities for {request.num_prompt_tokens} tokens"
+            f"request {request.request_id}: {len(gathered)} prompt log-probabilities "
+            f"for {request.num_prompt_tokens} tokens"
         )
     request.prompt_logprobs_pending = False
     request.prompt_logprobs = []

@@ -60,7 +60,9 @@ class SchedulingState:
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
-        """Takes effect at once; waiting requests are moved by the mechanism. Callbacks that the policy left as they are cost nothing."""
+        """Takes effect at once; waiting requests are moved by the mechanism. Callbacks that the policy left as they are
+        cost nothing.
+        """
         self._policy = policy
         kind = type(policy)
         self.on_scheduled: TokenCallback | None = (
@@ -95,7 +97,9 @@ class SchedulingState:
         self.running.add(request)
 
     def stop_running(self, request: Request) -> None:
-        """Blocks back to the pool (once the last step in flight that holds them is complete), slot back to the runner."""
+        """Blocks back to the pool (once the last step in flight that holds them is complete), slot back to the
+        runner.
+        """
         self.running.remove(request)
         self.leaving.pop(request.request_id, None)
         self.prefilling.pop(request.request_id, None)
@@ -117,8 +121,9 @@ class SchedulingState:
         self.enqueue(request)
 
     def finish(self, request: Request) -> None:
-        """Ends a request in any state; its queue entry, if it waits, is removed by the caller. Steps that still hold it are
-        confirmed without it."""
+        """Ends a request in any state; its queue entry, if it waits, is removed by the caller. Steps that still hold it
+        are confirmed without it.
+        """
         if request.status is Status.RUNNING:
             self.stop_running(request)
         else:
@@ -129,7 +134,9 @@ class SchedulingState:
         self.policy.on_finish(request)
 
     def protected(self) -> Request | None:
-        """The first request in service order that is not on its way out. It is never preempted, so it always gets on."""
+        """The first request in service order that is not on its way out. It is never preempted, so it always gets
+        on.
+        """
         return next((r for r in self.running.requests if r.request_id not in self.leaving), None)
 
     def num_blocks_reserved(self) -> int:
@@ -144,5 +151,6 @@ class SchedulingState:
         """Raises PlanError when the policy lost or invented a waiting request."""
         if len(self.policy) != self.num_queued:
             raise PlanError(
-                f"policy {type(self.policy).__name__} holds {len(self.policy)} waiting requests, but {self.num_queued} were given to it"
+                f"policy {type(self.policy).__name__} holds {len(self.policy)} waiting requests, "
+                f"but {self.num_queued} were given to it"
             )

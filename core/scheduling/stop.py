@@ -13,7 +13,8 @@ def stopping_token_ids(request: Request) -> frozenset[int]:
 
 
 def stop_by_token(request: Request, token_id: int) -> tuple[str, int | None] | None:
-    """(finish reason, stop reason) when `token_id`, just appended, is in `stopping_ids` and ends the request; None when it does not.
+    """(finish reason, stop reason) when `token_id`, just appended, is in `stopping_ids` and ends the request; None when
+    it does not.
 
     Below min_tokens nothing stops. The stop reason is the token id, except for the end of sequence, where it is None.
     """

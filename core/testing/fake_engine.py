@@ -84,7 +84,7 @@ class FakeEngine:
             device="cpu",
         )
         self.stats = EngineStats()
-        self.state = "ready"
+        self.state: str = "ready"
         self.gate = asyncio.Event()
         self.gate.set()
         self.fail_after: int | None = None

@@ -9,7 +9,8 @@ Every schedule and every confirmation is followed by an audit of blocks and coun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..contracts.plan import PositionLogprobs, StepPlan
 from ..contracts.policy import Policy
 from ..contracts.scheduler import RequestUpdate, Scheduler
 from ..kv_cache.manager import KVCacheManager
-from ..request import Request
+from ..request import Request, WaitingReason
 from ..sampling_params import SamplingParams
 from ..scheduling.limits import SchedulingLimits
 from ..scheduling.mechanism import Mechanism
@@ -54,7 +55,9 @@ def fake_request(
     user: str = "",
     **sampling: Any,
 ) -> Request:
-    """A request whose arrival time is its id unless given; keyword arguments beyond the named ones are SamplingParams."""
+    """A request whose arrival time is its id unless given; keyword arguments beyond the named ones are
+    SamplingParams.
+    """
     return Request(
         request_id=request_id,
         prompt_token_ids=list(prompt),
@@ -111,41 +114,45 @@ class SchedulingHarness:
         self.confirmed: dict[int, EndedRequest] = {}
         self.ended: dict[int, EndedRequest] = {}
         self.plans: list[StepPlan] = []
+        self.faulty = False  # something raised: what comes after says nothing any more
         self._script = script
         self._first: tuple[int, int, int] = (-1, -1, -1)  # first running request, its tokens, its preemptions
         self._num_idle_confirmations = 0
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, waiting_for: WaitingReason | None = None) -> None:
         """Raises RequestError when it is refused."""
         self.requests[request.request_id] = request
-        self.mechanism.add(request)
+        self.mechanism.add(request, waiting_for)
         self.confirmed[request.request_id] = EndedRequest()
 
     def abort(self, request_id: int) -> None:
-        self.mechanism.abort(request_id)
-        self._audit()
+        with self._noting_fault():
+            self.mechanism.abort(request_id)
+            self._audit()
 
     def schedule(self) -> StepPlan | None:
         """Plans and executes one step, if there is room in the pipeline and something to do."""
         if self.executor.num_in_flight >= self.max_steps_in_flight:
             return None
-        plan = self.scheduler.schedule()
-        if plan is not None:
-            self.executor.execute(plan)
-            self.executor.sample(plan, None)
-            self.plans.append(plan)
-        self._take(self.mechanism.take_updates())
-        self._audit()
+        with self._noting_fault():
+            plan = self.scheduler.schedule()
+            if plan is not None:
+                self.executor.execute(plan)
+                self.executor.sample(plan, None)
+                self.plans.append(plan)
+            self._take(self.mechanism.take_updates())
+            self._audit()
         return plan
 
     def confirm(self) -> list[RequestUpdate]:
         """Confirms the oldest step in flight, if there is one."""
         if self.executor.num_in_flight == 0:
             return []
-        updates = self.scheduler.update(self.executor.next_result())
-        self._take(updates)
-        self._audit()
-        self._watch_progress()
+        with self._noting_fault():
+            updates = self.scheduler.update(self.executor.next_result())
+            self._take(updates)
+            self._audit()
+            self._watch_progress()
         return updates
 
     def step(self) -> list[RequestUpdate]:
@@ -155,7 +162,9 @@ class SchedulingHarness:
         return self.confirm()
 
     def drain(self, max_turns: int = 5000) -> None:
-        """Runs until every request ended, then checks that the pool is whole. Raises SchedulingFault when that does not come about."""
+        """Runs until every request ended, then checks that the pool is whole. Raises SchedulingFault when that does not
+        come about.
+        """
         for _ in range(max_turns):
             if self.mechanism.num_unfinished == 0 and self.executor.num_in_flight == 0:
                 break
@@ -177,7 +186,9 @@ class SchedulingHarness:
             raise SchedulingFault(f"requests {sorted(missing)} are gone without an end")
 
     def expected_tokens(self, request_id: int) -> list[int]:
-        """What this request must produce when it is neither aborted nor broken, from the definition of its parameters."""
+        """What this request must produce when it is neither aborted nor broken, from the definition of its
+        parameters.
+        """
         request = self.requests[request_id]
         sampling = request.sampling
         window = min(self.limits.max_model_len, self.kv.pool.num_blocks * self.kv.block_size)
@@ -190,6 +201,14 @@ class SchedulingHarness:
             if tokens[-1] in stops and len(tokens) >= sampling.min_tokens:
                 break
         return tokens
+
+    @contextmanager
+    def _noting_fault(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.faulty = True
+            raise
 
     def _take(self, updates: list[RequestUpdate]) -> None:
         for update in updates:

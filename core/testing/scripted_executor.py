@@ -1,8 +1,10 @@
-"""An executor without a model: it runs step plans on a made-up KV cache, and refuses any plan that a device would get wrong.
+"""An executor without a model: it runs step plans on a made-up KV cache, and refuses any plan that a device would get
+wrong.
 
-What is stored per (block, offset) is a digest of every token up to that position, of the adapter and of the tenant. Before a
-token is drawn, the row's block table must lead to the digests of exactly its own tokens. So wrong sharing, reuse of a block
-that is still in use, lost or doubled deltas and wrong counts are all seen where they do harm, whatever caused them.
+What is stored per (block, offset) is a digest of every token up to that position, of the adapter and of the tenant.
+Before a token is drawn, the row's block table must lead to the digests of exactly its own tokens. So wrong sharing,
+reuse of a block that is still in use, lost or doubled deltas and wrong counts are all seen where they do harm, whatever
+caused them.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class _Flight:
 class ScriptedExecutor(Executor):
     """Draws `script(request id, output index)`; fails where `errors` says so (same arguments, a reason or None).
 
-    requests: the live ones by id, for what a plan does not carry (adapter, salt). A test that has no salts may leave it out.
+    requests: the live ones by id, for what a plan does not carry (adapter, salt). A test that has no salts may leave it
+        out.
     """
 
     def __init__(
@@ -169,7 +172,9 @@ class ScriptedExecutor(Executor):
             _check(1 <= block <= self.num_blocks, f"request {row.request_id} holds block {block}")
 
     def _check_fresh(self, request_id: int, blocks: Sequence[int]) -> None:
-        """A block that is about to be written must be out of use: in nobody's table, and touched by no step in flight."""
+        """A block that is about to be written must be out of use: in nobody's table, and touched by no step in
+        flight.
+        """
         for block in blocks:
             for other, slot in self._slots.items():
                 _check(

@@ -16,35 +16,20 @@ CHAT_TEMPLATE = (
 )
 SPECIAL_TOKENS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 320
-_MERGES = (
-    "t h",
-    "h e",
-    "i n",
-    "a n",
-    "Ġ t",
-    "Ġt he",
-    "Ġ a",
-    "e r",
-    "o n",
-    "r e",
-    "in g",
-    "an d",
-    "Ġ and",
-    "o u",
-    "Ġ s",
-    "Ġ w",
-)
+_MERGES = "t h,h e,i n,a n,Ġ t,Ġt he,Ġ a,e r,o n,r e,in g,an d,Ġ and,o u,Ġ s,Ġ w"
 
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
     """model_type: as AutoConfig knows it. config: what differs from the common small sizes. drop: sizes that the
-    family does not have. std: spread of the random matrices, wide enough that greedy choices are not ties."""
+    family does not have. std, embed_std: spread of the random matrices and of the embedding, such
+    that greedy choices vary."""
 
     model_type: str
     config: dict[str, Any] = field(default_factory=dict)
     drop: tuple[str, ...] = ()
     std: float = 0.12
+    embed_std: float = 0.12
 
 
 _SIZES: dict[str, Any] = {
@@ -77,7 +62,7 @@ _GEMMA = {"head_dim": 16, "hidden_size": 48}
 
 TINY_MODELS: dict[str, TinyModel] = {
     "llama": TinyModel("llama"),
-    "llama-tied": TinyModel("llama", {"tie_word_embeddings": True}, std=0.2),
+    "llama-tied": TinyModel("llama", {"tie_word_embeddings": True}, std=0.2, embed_std=0.2),
     "llama-head-dim": TinyModel("llama", {"head_dim": 24}),
     "llama-mqa": TinyModel("llama", {"num_key_value_heads": 1}),
     "llama-bias": TinyModel("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -111,12 +96,15 @@ TINY_MODELS: dict[str, TinyModel] = {
             "rope_parameters": {**_LONGROPE, "factor": None, "rope_type": "longrope"},
         },
     ),
-    "gemma": TinyModel("gemma", _GEMMA, std=0.4),
-    "gemma2": TinyModel("gemma2", {**_GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 20}, std=0.4),
+    "gemma": TinyModel("gemma", _GEMMA, std=0.4, embed_std=0.4),
+    "gemma2": TinyModel(
+        "gemma2", {**_GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 20}, std=0.3, embed_std=0.03
+    ),
     "gemma3": TinyModel(
         "gemma3_text",
         {**_GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 20, "sliding_window_pattern": 2},
-        std=0.4,
+        std=0.3,
+        embed_std=0.03,
     ),
     "olmo2": TinyModel("olmo2"),
     "smollm3": TinyModel("smollm3", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
@@ -150,6 +138,7 @@ TINY_MODELS: dict[str, TinyModel] = {
         "deepseek_v3",
         {
             "n_routed_experts": 4,
+            "num_key_value_heads": 4,
             "n_group": 2,
             "topk_group": 1,
             "num_experts_per_tok": 2,
@@ -202,7 +191,7 @@ def make_tiny_model(
     config = transformers.AutoConfig.for_model(tiny.model_type, **settings)
     auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32)
-    _randomize(model, tiny.std, seed)
+    _randomize(model, tiny, seed)
     transformers.logging.disable_progress_bar()
     model.save_pretrained(folder)
     transformers.logging.enable_progress_bar()
@@ -212,7 +201,7 @@ def make_tiny_model(
     return folder
 
 
-def _randomize(model: Any, std: float, seed: int) -> None:
+def _randomize(model: Any, tiny: TinyModel, seed: int) -> None:
     """Normal numbers everywhere; norms near 1, or near 0 where the family adds the 1 itself."""
     import torch
 
@@ -224,6 +213,7 @@ def _randomize(model: Any, std: float, seed: int) -> None:
             if parameter.ndim == 1 and name.endswith("weight"):
                 parameter.copy_(0.2 * noise + (0.0 if one_plus else 1.0))
             else:
+                std = tiny.embed_std if "embed" in name else tiny.std
                 parameter.copy_(noise * (0.1 if parameter.ndim == 1 else std))
 
 
@@ -237,7 +227,7 @@ def save_byte_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Pa
 
     folder = Path(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [(left, right) for left, right in (merge.split(" ") for merge in _MERGES)]
+    merges = [(left, right) for left, right in (merge.split(" ") for merge in _MERGES.split(","))]
     words = [*SPECIAL_TOKENS, *alphabet, *(left + right for left, right in merges)]
     if vocab_size is not None and vocab_size < len(words):
         raise ValueError(f"the byte tokenizer has {len(words)} tokens; a vocabulary of {vocab_size} is too small")

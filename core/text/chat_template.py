@@ -72,7 +72,10 @@ def _to_json(
 def make_environment(now: Callable[[], datetime] = datetime.now) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     """The sandbox with what chat templates expect in it."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+        optimized=False,  # folding constants would run a part of the template while it is compiled
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -149,64 +152,49 @@ class ChatTemplate:
             raise RequestError(
                 "add_generation_prompt and continue_final_message exclude each other", param="continue_final_message"
             )
-        template = self
         if request_template is not None:
-            template = self._for_request(request_template, trusted=trust_request_template)
+            _check_request_template(request_template, trusted=trust_request_template)
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         chat = normalize_messages(messages)
         arguments = {
             "tools": plain_data(list(tools), "tools") if tools else None,
             "documents": plain_data(list(documents), "documents") if documents else None,
-            **template.filter_kwargs(template_kwargs or {}),
+            "add_generation_prompt": add_generation_prompt,
         }
-        chat, arguments = (self._guard.mark(value, plain=not allow_special) for value in (chat, arguments))
+        kwargs = plain_data(dict(template_kwargs or {}), "chat_template_kwargs")
+        chat, arguments, kwargs = (
+            self._guard.mark(value, plain=not allow_special) for value in (chat, arguments, kwargs)
+        )
         if continue_final_message:
             chat[-1]["content"] += _CONTINUE_MARK
-        isolated = request_template is not None
-        text = template._render(template._shape(chat, isolated), arguments, add_generation_prompt, isolated=isolated)
+        if request_template is None:
+            text = self.complete(chat, arguments, kwargs)
+        else:
+            text = render_in_worker(request_template, self._named, (chat, arguments, kwargs), TemplateError)
         return RenderedPrompt(_cut_at_mark(text) if continue_final_message else text)
 
-    def _for_request(self, source: str, *, trusted: bool) -> ChatTemplate:
-        if not trusted:
-            raise RequestError(
-                "chat_template is not accepted with a request; the operator can allow it with "
-                "--trust-request-chat-template",
-                param="chat_template",
-            )
-        if len(source) > MAX_REQUEST_TEMPLATE_CHARS:
-            raise TemplateError(
-                f"chat_template is over {MAX_REQUEST_TEMPLATE_CHARS} characters long", param="chat_template"
-            )
-        return ChatTemplate(source, named_special_tokens=self._named, special_tokens=self._specials)
+    def complete(self, chat: list[dict[str, Any]], arguments: Mapping[str, Any], kwargs: Mapping[str, Any]) -> str:
+        """The text for a conversation that `render` has prepared. Only for `render` and its worker process."""
+        return self._render(self._shape(chat), {**arguments, **self.filter_kwargs(kwargs)})
 
     def filter_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Those of `kwargs` that the template reads and that are its own to read."""
-        return {
-            name: plain_data(value, f"chat_template_kwargs.{name}")
-            for name, value in kwargs.items()
-            if name in self.argument_names and name not in self._environment.globals
-        }
+        allowed = self.argument_names - self._environment.globals.keys()
+        return {name: value for name, value in kwargs.items() if name in allowed}
 
-    def _render(
-        self,
-        chat: list[dict[str, Any]],
-        arguments: Mapping[str, Any],
-        add_generation_prompt: bool,
-        *,
-        isolated: bool = False,
-    ) -> str:
-        variables = {**self._named, **arguments, "messages": chat, "add_generation_prompt": add_generation_prompt}
-        if isolated:
-            return render_in_worker(self.source, variables, TemplateError)
-        return render_template(self._template, variables)
+    def _render(self, chat: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
+        try:
+            return self._template.render({**self._named, **arguments, "messages": chat})
+        except (jinja2.TemplateError, RecursionError) as error:
+            what = f"the chat template refuses this conversation: {_reason(error)}"
+            raise TemplateError(what, param="messages") from error
+        except Exception as error:  # a template is a program of someone else: it can raise anything Python can
+            what = f"the chat template fails on this conversation: {_reason(error)}"
+            raise TemplateError(what, param="messages") from error
 
-    def _shape(self, chat: list[dict[str, Any]], isolated: bool) -> list[dict[str, Any]]:
-        """`chat` in the style that the template reads: content as a string or as parts, arguments as object or
-        string.
-        """
-        if isolated:  # a request's template is never run in this process, so its style cannot be asked
-            return chat
+    def _shape(self, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """`chat` in the style that the template reads: content as string or parts, arguments as object or string."""
         has_calls = any(message.get("tool_calls") for message in chat)
         if self.content_style == "parts":
             chat = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in chat]
@@ -251,23 +239,22 @@ class ChatTemplate:
 
     def _try(self, chat: list[dict[str, Any]]) -> str | None:
         try:
-            return self._render(chat, {"tools": None, "documents": None}, add_generation_prompt=False)
+            return self._render(chat, {"tools": None, "documents": None, "add_generation_prompt": False})
         except TemplateError:
             return None
 
 
-def render_template(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-    """Renders; every fault of the template becomes a TemplateError that says what it was."""
-    try:
-        return template.render(variables)
-    except (jinja2.TemplateError, RecursionError) as error:
-        raise TemplateError(
-            f"the chat template refuses this conversation: {_reason(error)}", param="messages"
-        ) from error
-    except Exception as error:  # a template is a program of someone else: it can raise anything Python can
-        raise TemplateError(
-            f"the chat template fails on this conversation: {_reason(error)}", param="messages"
-        ) from error
+def _check_request_template(source: str, *, trusted: bool) -> None:
+    """The gate. A request's template is not even compiled in this process."""
+    if not trusted:
+        raise RequestError(
+            "chat_template is not accepted with a request; the operator can allow it with "
+            "--trust-request-chat-template",
+            param="chat_template",
+        )
+    if not isinstance(source, str) or len(source) > MAX_REQUEST_TEMPLATE_CHARS:
+        what = f"chat_template must be a string of at most {MAX_REQUEST_TEMPLATE_CHARS} characters"
+        raise TemplateError(what, param="chat_template")
 
 
 def _reason(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from ..errors import RequestError
 
 DEADLINE_SECONDS = 2.0
 START_ALLOWANCE_SECONDS = 8.0  # importing the template engine on a busy machine
-MEMORY_BYTES = 1 << 30
+EXTRA_MEMORY_BYTES = 512 << 20
 MAX_OUTPUT_CHARS = 4 << 20
 
 _BOOT = (
@@ -24,13 +24,19 @@ _BOOT = (
 )
 
 
-def render_in_worker(source: str, variables: Mapping[str, Any], error_class: type[RequestError]) -> str:
-    """The rendered text. Raises `error_class` when the template fails, takes too long or makes too much."""
-    message = json.dumps({"source": source, "variables": dict(variables)})
-    command = [sys.executable, "-I", "-c", _BOOT, json.dumps(sys.path)]
+def render_in_worker(
+    source: str, named: Mapping[str, str], conversation: tuple[Any, Any, Any], error_class: type[RequestError]
+) -> str:
+    """What `ChatTemplate.complete` makes of `conversation` with the template `source`.
+
+    Raises `error_class` when the template fails, takes too long or makes too much.
+    """
+    message = json.dumps(
+        {"source": source, "named": dict(named), "conversation": conversation, "deadline": DEADLINE_SECONDS}
+    )
     try:
         done = subprocess.run(
-            command,
+            [sys.executable, "-I", "-c", _BOOT, json.dumps(sys.path)],
             check=False,
             input=message,
             capture_output=True,
@@ -49,21 +55,32 @@ def render_in_worker(source: str, variables: Mapping[str, Any], error_class: typ
 
 
 def main() -> None:
-    """The child: one message in, one out."""
-    import resource
+    """The child: one message in, one out. Compiling and rendering happen under the limits."""
     import signal
 
-    from .chat_template import TemplateError, make_environment, render_template
+    from .chat_template import ChatTemplate, TemplateError
 
     message = json.loads(sys.stdin.read())
-    template = make_environment().from_string(message["source"])
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    signal.setitimer(signal.ITIMER_REAL, DEADLINE_SECONDS)  # SIGALRM's default action ends the process
+    _limit_memory()
+    signal.setitimer(signal.ITIMER_REAL, message["deadline"])  # SIGALRM's default action ends the process
     try:
-        text = render_template(template, message["variables"])
+        text = ChatTemplate(message["source"], named_special_tokens=message["named"]).complete(*message["conversation"])
         answer = {"text": text}
         if len(text) > MAX_OUTPUT_CHARS:
             answer = {"error": f"the request's chat template makes more than {MAX_OUTPUT_CHARS} characters"}
     except TemplateError as error:
         answer = {"error": error.message}
     json.dump(answer, sys.stdout)
+
+
+def _limit_memory() -> None:
+    """EXTRA_MEMORY_BYTES above what importing has taken."""
+    import resource
+    from pathlib import Path
+
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (OSError, ValueError):  # not Linux: the deadline alone holds
+        return
+    limit = pages * resource.getpagesize() + EXTRA_MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -15,6 +15,7 @@ import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import tokenizers
 
@@ -54,6 +55,7 @@ class Tokenizer:
     def __init__(self, spec: TokenizerSpec) -> None:
         """Raises ModelLoadError when `spec.tokenizer_json` cannot be read."""
         self._json = spec.tokenizer_json
+        self._named = tuple(spec.special_tokens.values())
         self._parsing = self._build()
         self._lock = threading.Lock()  # guards the lazy members
         self._plain_backend: tokenizers.Tokenizer | None = None
@@ -82,6 +84,15 @@ class Tokenizer:
             raise ModelLoadError(f"tokenizer.json cannot be read: {error}") from error
         backend.no_padding()
         backend.no_truncation()
+        known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+        # A named one (EOS, ...) is special even where the file holds it as an ordinary word.
+        backend.add_special_tokens(
+            [
+                tokenizers.AddedToken(token, special=True, normalized=False)
+                for token in dict.fromkeys(self._named)
+                if token not in known and backend.token_to_id(token) is not None
+            ]
+        )
         return backend
 
     def _build_plain(self) -> tokenizers.Tokenizer:
@@ -118,7 +129,7 @@ class Tokenizer:
             suffix = _with_edge(suffix, spec.eos_id, wanted=spec.add_eos, at_start=False)
         return prefix, suffix
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """One more than the highest token id: every id of this tokenizer is below it."""
         return max(self._parsing.get_vocab(with_added_tokens=True).values(), default=-1) + 1

@@ -1,4 +1,5 @@
-"""Executor `in_process`: one worker on one thread of the engine process. torch releases the GIL, so planning overlaps."""
+"""Executor `in_process`: one worker on one thread of the engine process. torch releases the GIL, so planning
+overlaps."""
 
 from __future__ import annotations
 
@@ -58,10 +59,9 @@ class InProcessExecutor(Executor):
         answer: Future[Any] = Future()
 
         def call(worker: Worker) -> None:
-            # A method that is refused is the caller's fault, not the worker's: the thread goes on.
             try:
                 answer.set_result(worker.collective(method, *args))
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - the caller's to judge; the worker has served no step and goes on
                 answer.set_exception(error)
 
         self.check_health()
@@ -97,14 +97,14 @@ class InProcessExecutor(Executor):
     def _run(self, make_worker: Callable[[], Worker], ready: Future[None]) -> None:
         try:
             worker = make_worker()
-        except BaseException as error:  # whatever it was, the constructor's caller is waiting for it
+        except BaseException as error:  # noqa: BLE001 - whatever it was, the constructor waits for it
             ready.set_exception(error)
             return
         ready.set_result(None)
         try:
             while (job := self._jobs.get()) is not None:
                 job(worker)
-        except BaseException as error:  # carried to the thread that waits for results
+        except BaseException as error:  # noqa: BLE001 - carried to the thread that waits for results
             self._fault = error
             self._results.put(None)
         finally:

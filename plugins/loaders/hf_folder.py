@@ -15,6 +15,7 @@ from typing import Any
 from hotswap.core.contracts.loader import ModelLoadError, TokenizerSpec
 
 MAX_JSON_BYTES = 256 << 20
+_MAX_ADDED_BYTES = 8 << 20
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -46,14 +47,17 @@ class FolderMetadata:
             return None
         content = path.read_bytes()
         named = named_special_tokens(self.folder, self.tokenizer_config)
-        ids = _added_ids(content, path)
-        token_id = {name: ids.get(token) for name, token in named.items()}
+
+        def token_id(name: str) -> int | None:
+            found = _token_id(content, path, named[name]) if name in named else None
+            return _first_int(self.config.get(name + "_id")) if found is None else found
+
         return TokenizerSpec(
             content,
-            bos_id=token_id.get("bos_token", _first_int(self.config.get("bos_token_id"))),
-            eos_id=token_id.get("eos_token", _first_int(self.config.get("eos_token_id"))),
-            unk_id=token_id.get("unk_token"),
-            pad_id=token_id.get("pad_token", _first_int(self.config.get("pad_token_id"))),
+            bos_id=token_id("bos_token"),
+            eos_id=token_id("eos_token"),
+            unk_id=token_id("unk_token"),
+            pad_id=token_id("pad_token"),
             special_tokens=named,
         )
 
@@ -65,7 +69,7 @@ class FolderMetadata:
         tokenizer = self.folder / "tokenizer.json"
         eos = named_special_tokens(self.folder, self.tokenizer_config).get("eos_token")
         if eos is not None and tokenizer.is_file():
-            found |= _ints(_added_ids(tokenizer.read_bytes(), tokenizer).get(eos))
+            found |= _ints(_token_id(tokenizer.read_bytes(), tokenizer, eos))
         return tuple(sorted(found))
 
 
@@ -124,18 +128,23 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | N
     return value
 
 
-def _added_ids(content: bytes, path: Path) -> dict[str, int]:
-    """Token -> id of `added_tokens`, read without parsing the vocabulary where that can be avoided."""
+def _token_id(content: bytes, path: Path, token: str) -> int | None:
+    """The id of `token` in a tokenizer.json. Its vocabulary is parsed only when `added_tokens` does not have it."""
     match = re.search(rb'"added_tokens"\s*:\s*', content)
-    if match is None:
-        return {}
     try:
-        entries, _ = json.JSONDecoder().raw_decode(
-            content[match.end() : match.end() + (8 << 20)].decode("utf-8", "replace")
-        )
-        return {entry["content"]: entry["id"] for entry in entries}
-    except (ValueError, TypeError, KeyError) as error:
-        raise ModelLoadError(f"{path}: added_tokens cannot be read: {error}") from error
+        if match is not None:
+            part = content[match.end() : match.end() + _MAX_ADDED_BYTES].decode("utf-8", "replace")
+            entries, _ = json.JSONDecoder().raw_decode(part)
+            for entry in entries:
+                if entry["content"] == token:
+                    return int(entry["id"])
+        vocabulary = json.loads(content)["model"]["vocab"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ModelLoadError(f"{path}: cannot be read: {error}") from error
+    if isinstance(vocabulary, list):  # Unigram: pairs of piece and score
+        return next((i for i, entry in enumerate(vocabulary) if entry[0] == token), None)
+    found = vocabulary.get(token)
+    return found if isinstance(found, int) else None
 
 
 def _first_int(value: Any) -> int | None:

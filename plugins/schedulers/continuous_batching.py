@@ -1,4 +1,6 @@
-"""Scheduler `continuous_batching`: those that run go first, in service order; the policy fills what is left of the step."""
+"""Scheduler `continuous_batching`: those that run go first, in service order; the policy fills what is left of the
+step.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from hotswap.core.contracts.scheduler import PlanBuilder, Scheduler, SchedulerCo
 
 
 class ContinuousBatching(Scheduler):
-    """Requests join and leave the batch at any step. When blocks run out the victim rule says who behind the needy one yields;
-    with nobody left, the needy one skips the step."""
+    """Requests join and leave the batch at any step. When blocks run out the victim rule says who behind the needy one
+    yields; with nobody left, the needy one skips the step.
+    """
 
     def schedule(self) -> StepPlan | None:
         plan = self.mechanism.begin_plan()
@@ -30,7 +33,9 @@ class ContinuousBatching(Scheduler):
         return plan.build()
 
     def _share(self, plan: PlanBuilder, view: RequestView, wanted: int) -> int:
-        """Tokens for this request in this step: what it wants, its share, what is left; 0 when that is less than it can use."""
+        """Tokens for this request in this step: what it wants, its share, what is left; 0 when that is less than it can
+        use.
+        """
         granted = min(wanted, self.policy.share(view, plan.budget), plan.budget.num_tokens)
         return granted if granted == wanted or plan.chunked else 0
 
@@ -43,7 +48,9 @@ class ContinuousBatching(Scheduler):
         return True
 
     def _admit(self, plan: PlanBuilder) -> None:
-        """Strictly in the policy's order: whoever does not fit keeps those behind it waiting, so that nobody is passed for ever."""
+        """Strictly in the policy's order: whoever does not fit keeps those behind it waiting, so that nobody is passed
+        for ever.
+        """
         while plan.budget.num_tokens and plan.budget.num_requests:
             view = self.policy.peek()
             if view is None:

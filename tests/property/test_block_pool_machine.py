@@ -7,7 +7,14 @@ from collections import Counter
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from hotswap.core.errors import PlanError
 from hotswap.core.kv_cache.block_pool import BlockPool, PoolIntegrityError
@@ -134,7 +141,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert self.pool.num_blocks_only_deferred() == len(only_deferred)
 
 
-CHECKED = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
+CHECKED = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True)
 TestBlockPool = BlockPoolMachine.TestCase
 TestBlockPool.settings = CHECKED
 
@@ -179,4 +186,6 @@ class NullPool(BlockPool):
 def test_machine_rejects_broken_pool(broken: type[BlockPool]) -> None:
     machine = type("Machine", (BlockPoolMachine,), {"pool_class": broken})
     with pytest.raises((AssertionError, PoolIntegrityError, PlanError)):
-        run_state_machine_as_test(machine, settings=settings(CHECKED, phases=[Phase.generate], report_multiple_bugs=False, database=None))
+        run_state_machine_as_test(
+            machine, settings=settings(CHECKED, phases=[Phase.generate], report_multiple_bugs=False, database=None)
+        )

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from hotswap.core.kv_cache import KVCacheManager
 from hotswap.core.kv_cache.prefix_index import PrefixIndex
@@ -13,11 +20,14 @@ from hotswap.core.request import Request
 from hotswap.core.testing.scheduling_harness import fake_request
 
 BLOCK_SIZE = 2
+BASES = [[0] * 9, [0, 0, 0, 1] * 3, [1, 0] * 5]  # few, so that prefixes meet
 Content = tuple[int, str | None, tuple[int, ...]]  # adapter, salt, every token up to the block's end
 
 
 class PrefixIndexMachine(RuleBasedStateMachine):
-    """Requests are admitted with their hits, computed, extended by outputs, released; the model knows what each block holds."""
+    """Requests are admitted with their hits, computed, extended by outputs, released; the model knows what each block
+    holds.
+    """
 
     index_class: type[PrefixIndex] = PrefixIndex
 
@@ -45,7 +55,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         return found
 
     @rule(
-        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=9),
+        prompt=st.builds(lambda base, n: base[:n], st.sampled_from(BASES), st.integers(1, 9)),
         salt=st.sampled_from([None, None, "", "a"]),
         adapter=st.sampled_from([0, 0, 1]),
         outputs=st.lists(st.integers(0, 1), max_size=2),
@@ -54,13 +64,6 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         self.head = fake_request(self.next_id, prompt, cache_salt=salt, adapter_id=adapter)
         self.head.output_token_ids = list(outputs)
         self.next_id += 1
-
-    @precondition(lambda self: self.head is not None)
-    @rule()
-    def look(self) -> None:
-        assert self.head is not None
-        hits = self.kv.match(self.head)
-        assert [self.content[block] for block in hits] == self.expected_match(self.head)
 
     @precondition(lambda self: self.head is not None)
     @rule()
@@ -113,11 +116,14 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     def audit(self) -> None:
         if hasattr(self, "kv"):
             self.kv.check_integrity(self.live.values())
+            if self.head is not None:  # looked at every step, as the head of a queue is
+                hits = self.kv.match(self.head)
+                assert [self.content[block] for block in hits] == self.expected_match(self.head)
             contents = [self.content[block] for block in self.kv.index.blocks()]
             assert len(set(contents)) == len(contents), "one block per content"
 
 
-CHECKED = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
+CHECKED = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True)
 TestPrefixIndex = PrefixIndexMachine.TestCase
 TestPrefixIndex.settings = CHECKED
 
@@ -150,28 +156,13 @@ class Parentless(PrefixIndex):
         return super().block_key(b"", token_ids)
 
 
-class WholePrompt(PrefixIndex):
-    """Matches the last block too, and leaves nothing to compute."""
-
-    def match(self, request: Request, start: int = 0) -> list[int]:
-        blocks = super().match(request, start)
-        limit = request.num_known_tokens // self.block_size
-        self.extend_keys(request, limit)
-        while start + len(blocks) < limit and (block := self._blocks.get(request.block_hashes[start + len(blocks)])):
-            blocks.append(block)
-        return blocks
-
-
-class Forgetful(PrefixIndex):
-    """Does not say that it dropped a key, so that an old match is believed."""
-
-    def remove(self, block: int) -> None:
-        super().remove(block)
-        self.num_evictions = 0
-
-
-@pytest.mark.parametrize("broken", [Saltless, Adapterless, EmptySaltIsNone, Parentless, WholePrompt, Forgetful])
+@pytest.mark.parametrize("broken", [Saltless, Adapterless, EmptySaltIsNone, Parentless])
 def test_machine_rejects_broken_index(broken: type[PrefixIndex]) -> None:
     machine = type("Machine", (PrefixIndexMachine,), {"index_class": broken})
     with pytest.raises((AssertionError, KeyError)):
-        run_state_machine_as_test(machine, settings=settings(CHECKED, max_examples=400, phases=[Phase.generate], report_multiple_bugs=False, database=None))
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                CHECKED, max_examples=1000, phases=[Phase.generate], report_multiple_bugs=False, database=None
+            ),
+        )

@@ -45,7 +45,7 @@ class Api:
     def chat(self, content: Any = "hello", **fields: Any) -> Any:
         return self.post("/v1/chat/completions", {"messages": [{"role": "user", "content": content}], **fields})
 
-    def metric(self, name: str, **labels: str) -> float:
+    def metric(self, name: str, /, **labels: str) -> float:
         """The sample's value; 0 when it is not there."""
         from prometheus_client.parser import text_string_to_metric_families
 

@@ -47,7 +47,8 @@ LLAMA3 = """{{- bos_token }}
     {%- elif message.role == "tool" %}
         {{- "<|start_header_id|>ipython<|end_header_id|>\n\n" }}{{- message.content }}{{- "<|eot_id|>" }}
     {%- else %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' }}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}
+        {{- message['content'] | trim + '<|eot_id|>' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}
@@ -64,7 +65,7 @@ PASTED = (
 )
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
-USER = {"role": "user", "content": "Hi \u00e9\u4e2d"}
+USER: dict[str, Any] = {"role": "user", "content": "Hi \u00e9\u4e2d"}
 TOOL = {"type": "function", "function": {"name": "f", "description": "<b> & 'q'", "parameters": {"type": "object"}}}
 
 
@@ -104,9 +105,7 @@ def test_equals_transformers_with_tool_calls_and_continuation() -> None:
     expected, _ = utils.render_jinja_template([messages], chat_template=LLAMA3, add_generation_prompt=True, **NAMED)
     assert template(LLAMA3).render(messages).text == expected[0]
     messages = [USER, {"role": "assistant", "content": "The answer is"}]
-    expected, _ = utils.render_jinja_template(
-        [messages], chat_template=CHATML, continue_final_message=True, **NAMED
-    )
+    expected, _ = utils.render_jinja_template([messages], chat_template=CHATML, continue_final_message=True, **NAMED)
     assert template().render(messages, continue_final_message=True).text == expected[0]
 
 
@@ -154,7 +153,9 @@ def test_null_content_is_for_an_assistant_with_tool_calls_only() -> None:
     assert '"parameters": {}' in template(LLAMA3).render([USER, without_key]).text
 
 
-@pytest.mark.parametrize("messages", [[], [{}], [{"role": "", "content": "x"}], [{"role": "a b", "content": "x"}], ["x"]])
+@pytest.mark.parametrize(
+    "messages", [[], [{}], [{"role": "", "content": "x"}], [{"role": "a b", "content": "x"}], ["x"]]
+)
 def test_wrong_messages_are_request_errors(messages: Any) -> None:
     with pytest.raises(RequestError):
         template().render(messages)
@@ -232,7 +233,12 @@ def test_marks_cannot_be_forged_or_joined(tmp_path: Path) -> None:
     data = (save_byte_tokenizer(tmp_path) / "tokenizer.json").read_bytes()
     tokenizer = Tokenizer(TokenizerSpec(data, bos_id=0, eos_id=3))
     chat = ChatTemplate.for_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}", tokenizer)
-    for first, second in (("<|im_", "end|>"), ("<", "|im_end|>"), ("\ufdd1<|im_end|>", "\ufdd0"), ("<|im\ufdd0_end|>", "")):
+    for first, second in (
+        ("<|im_", "end|>"),
+        ("<", "|im_end|>"),
+        ("\ufdd1<|im_end|>", "\ufdd0"),
+        ("<|im\ufdd0_end|>", ""),
+    ):
         ids = tokenizer.encode_chat(chat.render([{"role": "user", "content": c} for c in (first, second)]))
         assert 3 not in ids
 
@@ -287,17 +293,21 @@ def test_endless_request_template_is_stopped(source: str, monkeypatch: pytest.Mo
     "source",
     [
         "{{ ''.__class__.__mro__ }}",
-        "{{ cycler.__init__.__globals__.os.system('touch x') }}",
         "{{ messages.__init__.__globals__ }}",
         "{{ raise_exception.__globals__ }}",
-        "{% set _ = messages.append(1) %}",
+        "{{ cycler.__init__.__globals__.os.system('touch MARKER') }}",
+        "{{ (messages | attr('__class__')).__mro__ }}",
+        "{% set _ = messages.append(1) %}{{ messages | length - 1 or '' }}",
     ],
 )
-def test_escapes_are_refused(source: str) -> None:
-    with pytest.raises(TemplateError):
-        text = template(source).render([USER]).text
-        if "__" not in source or not text.strip():  # an unsafe attribute reads as undefined: nothing was run
-            raise TemplateError("harmless")
+def test_escapes_run_nothing(source: str, tmp_path: Path) -> None:
+    """An unsafe attribute reads as undefined; using it, or changing what was handed in, is an error."""
+    marker = tmp_path / "marker"
+    try:
+        text = template(source.replace("MARKER", str(marker))).render([USER]).text
+    except TemplateError:
+        text = ""
+    assert text == "" and not marker.exists()
 
 
 def test_a_template_that_refuses_says_why() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from hotswap.core.config import EngineConfig, ServerConfig
 from hotswap.core.errors import UsageError
+from hotswap.core.host import guess_device
 from hotswap.server.cli.flags import add_flags, flag_name, flat_fields
 from hotswap.server.cli.main import COMMANDS, Parser, main
 from hotswap.server.cli.settings import Settings, add_config_flag, read_settings
@@ -229,6 +230,18 @@ def test_commands_point_to_modules_that_exist() -> None:
 
     for name, command in COMMANDS.items():
         assert importlib.util.find_spec(command.module) is not None, name
+
+
+def test_host_guess(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(
+        "processor\t: 0\nmodel name\t: A CPU\nflags\t\t: fpu avx2 avx512_bf16\n\nprocessor\t: 1\nflags: none\n"
+    )
+    device = guess_device(cpuinfo)
+    assert (device.kind, device.name, device.features) == ("cpu", "A CPU", frozenset({"fpu", "avx2", "avx512_bf16"}))
+    elsewhere = guess_device(tmp_path / "missing")
+    assert elsewhere.features == frozenset()
+    assert elsewhere.name
 
 
 def run_and_list_modules(*words: str) -> tuple[float, set[str]]:

@@ -38,9 +38,7 @@ def ids_of(data: bytes, byte_ids: dict[int, int]) -> list[int]:
     return [byte_ids[byte] for byte in data]
 
 
-def test_random_bytes_never_raise_and_agree_with_whole_decoding(
-    tokenizer: Tokenizer, byte_ids: dict[int, int]
-) -> None:
+def test_random_bytes_never_raise_and_agree_with_whole_decoding(tokenizer: Tokenizer, byte_ids: dict[int, int]) -> None:
     rng = random.Random(5)
     pools = [[0x80, 0xBF, 0xF0, 0x9F, 0x98, 0x80, 0xE2, 0xC3, 0x41], list(range(256)), [0xF0, 0x41], [0xED, 0xA0, 0x80]]
     for n in range(1000):
@@ -51,13 +49,14 @@ def test_random_bytes_never_raise_and_agree_with_whole_decoding(
         for count, token_id in enumerate(ids, start=1):
             text += stream.feed([token_id])
             settled = data[:count].decode("utf-8", errors="replace")
-            assert settled in (text, text + "\ufffd")  # what waits is one unfinished character: three bytes at most
+            assert settled.startswith(text)
+            assert len(stream._decoder.getstate()[0]) <= 3
         text += stream.finish()
         assert text == tokenizer.decode(ids) == data.decode("utf-8", errors="replace")
 
 
 @given(st.text(max_size=40), st.randoms(use_true_random=False))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, derandomize=True)
 def test_no_replacement_character_for_a_character_that_completes(
     tokenizer: Tokenizer, byte_ids: dict[int, int], text: str, rng: random.Random
 ) -> None:
@@ -173,11 +172,11 @@ def reference(text: str, stops: list[str], include: bool, min_tokens: int) -> tu
     st.integers(0, 6),
     st.randoms(use_true_random=False),
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500, deadline=None, derandomize=True)
 def test_stops_do_not_depend_on_how_the_stream_is_cut(
     text: str, stops: list[str], include: bool, min_tokens: int, rng: random.Random
 ) -> None:
-    sizes = []
+    sizes: list[int] = []
     while sum(sizes) < len(text):
         sizes.append(rng.randrange(1, 6))
     checker = StopChecker(stops, include_stop_str=include, min_tokens=min_tokens)
@@ -283,5 +282,3 @@ def test_cost_does_not_grow_with_the_length(tokenizer: Tokenizer, byte_ids: dict
         checker.push([stream.feed([byte_ids[ord("a")]])])
     assert len(checker._held) == 1
     assert stream._decoder.getstate()[0] == b""
-
-

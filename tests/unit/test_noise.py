@@ -48,7 +48,7 @@ def test_B02_seeds_0_and_1_and_extremes_differ() -> None:
 def test_values_are_in_the_half_open_interval() -> None:
     values = uniform(torch.zeros(200_000, dtype=torch.int64), torch.arange(200_000))
     assert values.dtype == torch.float64
-    assert 0.0 <= float(values.min()) and float(values.max()) < 1.0
+    assert float(values.min()) >= 0.0 and float(values.max()) < 1.0
 
 
 def _chi_square(values: torch.Tensor, bins: int) -> float:

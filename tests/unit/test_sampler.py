@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,9 @@ from hotswap.core.runner.blockwise import inverse_cdf, row_max, row_sum
 from hotswap.core.runner.edits import History
 from hotswap.core.runner.logprobs import FLOOR, gather_logprobs
 from hotswap.core.runner.noise import uniform
-from hotswap.core.runner.penalties import PenaltyPool
+from hotswap.core.runner.penalties import Penalties, PenaltyPool, penalties_of
 from hotswap.core.runner.sampler import Drawn, sample
-from hotswap.core.runner.sampling_rows import build_batch, resolve_row, wants_penalties
+from hotswap.core.runner.sampling_rows import build_batch, resolve_row
 from hotswap.core.sampling_params import SamplingParams
 
 
@@ -40,8 +40,9 @@ def run(logits: torch.Tensor, rows: Sequence[Row], masks: dict[int, torch.Tensor
         known = torch.tensor(row.prompt + row.outputs)
         tokens[slot, : len(known)] = known
         pool_row = None
-        if wants_penalties(row.params):
-            pool_row = pool.add(known[: len(row.prompt)], known[len(row.prompt) :])
+        penalties = penalties_of(row.params)
+        if penalties is not None:
+            pool_row = pool.add(penalties, known[: len(row.prompt)], known[len(row.prompt) :])
         resolved.append(resolve_row(row.params, 1000 + slot, width, "cpu", pool_row))
     history = History(
         tokens,
@@ -224,7 +225,9 @@ def test_B03_top_k_and_top_p_keep_exact_sets_of_ties() -> None:
 def test_B04_logprobs_do_not_depend_on_sampling_settings() -> None:
     logits = torch.randn((3, 600), generator=torch.Generator().manual_seed(1)) * 3
     reference = torch.log_softmax(logits.double(), 1)
-    for entry, row, chosen in zip(gather_logprobs(logits, torch.tensor([5, 6, 7]), [5] * 3), reference, (5, 6, 7), strict=True):
+    for entry, row, chosen in zip(
+        gather_logprobs(logits, torch.tensor([5, 6, 7]), [5] * 3), reference, (5, 6, 7), strict=True
+    ):
         assert entry.token_ids == [chosen, *row.topk(5).indices.tolist()]
         assert entry.logprobs == pytest.approx(row[entry.token_ids].tolist(), abs=1e-6)
         assert entry.ranks == [1 + int((row > row[chosen]).sum()), 1, 2, 3, 4, 5]
@@ -286,7 +289,7 @@ def test_B08_counts_grow_token_by_token() -> None:
     pool = PenaltyPool(width, "cpu")
     params = SamplingParams(temperature=0.0, frequency_penalty=1.0)
     prompt = torch.tensor([3])
-    row = resolve_row(params, 1, width, "cpu", pool.add(prompt, prompt[:0]))
+    row = resolve_row(params, 1, width, "cpu", pool.add(Penalties(1.0, 0.0, 1.0), prompt, prompt[:0]))
     batch = build_batch([row], {}, width, "cpu")
     logits = torch.zeros((1, width))
     logits[0, [10, 11]] = torch.tensor([2.5, 1.0])
@@ -412,15 +415,18 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("width", [20, 300])
 def test_draws_follow_the_distribution(case: dict[str, Any], width: int) -> None:
-    draws = 20_000
+    draws, batch_rows = 20_000, 500
     logits = torch.randn((1, width), generator=torch.Generator().manual_seed(12)) * 1.5
     row = Row(SamplingParams(seed=0, **case))
     expected = kept_probabilities(edited_logits(logits[0].numpy(), row), row.params)
+    batch = build_batch([resolve_row(row.params, 1, width, "cpu", None)] * batch_rows, {}, width, "cpu")
+    places = torch.full((batch_rows,), 3)
+    history = History(torch.zeros((1, 64), dtype=torch.int32), places * 0, places, places)
     counts = np.zeros(width)
-    batch_rows = 2000
     for start in range(0, draws, batch_rows):
-        rows = [Row(row.params.clone(seed=start + i)) for i in range(batch_rows)]
-        counts += np.bincount(run(logits.expand(batch_rows, -1), rows).token_ids.numpy(), minlength=width)
+        groups = tuple(replace(group, seeds=start + torch.arange(batch_rows)) for group in batch.groups)
+        drawn = sample(logits.repeat(batch_rows, 1), replace(batch, groups=groups), history, PenaltyPool(width, "cpu"))
+        counts += np.bincount(drawn.token_ids.numpy(), minlength=width)
     assert counts[expected == 0].sum() == 0
     common = expected * draws >= 5
     rest = draws - counts[common].sum()

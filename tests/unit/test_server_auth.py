@@ -58,7 +58,6 @@ def test_every_route_is_guarded_unless_public(make_api: Callable[..., Any]) -> N
 @pytest.mark.parametrize(
     "path",
     [
-        "/v1/../health",
         "/health/",
         "/health/x",
         "/HEALTH",

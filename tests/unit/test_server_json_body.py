@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -88,8 +89,6 @@ def test_nesting_of_127_passes() -> None:
 )
 def test_hostile_bodies_are_quick(body: bytes) -> None:
     begin = time.perf_counter()
-    try:
+    with contextlib.suppress(RequestError):
         parse_json_object(body)
-    except RequestError:
-        pass
     assert time.perf_counter() - begin < 2.0

@@ -1,14 +1,15 @@
 """JIT toolkit: CPU kernels written in Python, compiled by LLVM in the engine process when they are first used.
 
-`builder` is the language, `vecmath` its mathematics, `parallel` its threads, `compiler` turns it into machine code for a
-`target`. Import it only in processes that run a model: it needs torch (for its OpenMP pool) and llvmlite.
+`builder` is the language, `vecmath` its mathematics, `parallel` and `pool` its threads, `compiler` turns it into machine
+code for a `target`. Import it only in processes that run a model: it needs torch and llvmlite.
 """
 
 from __future__ import annotations
 
 from .builder import Buffer, Function, Module, Val, Var, pair_position, round_to_bf16, unpair
 from .compiler import CompiledModule, assembly, compile_module, stats
-from .parallel import Team, openmp_available, parallel_function
+from .parallel import Team, parallel_function
+from .pool import team_size
 from .target import Target, generic_target, host_target
 from .vecmath import exp, sigmoid, tanh
 
@@ -26,12 +27,12 @@ __all__ = [
     "exp",
     "generic_target",
     "host_target",
-    "openmp_available",
     "pair_position",
     "parallel_function",
     "round_to_bf16",
     "sigmoid",
     "stats",
     "tanh",
+    "team_size",
     "unpair",
 ]

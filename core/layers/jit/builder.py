@@ -285,6 +285,22 @@ class Buffer:
         """Copies one element of the same type, unconverted."""
         self.fn.b.store(source.raw().ir, self.pointer.ir, align=SIZE[self.dtype])
 
+    def atomic_load(self, index: int = 0, ordering: str = "acquire") -> Val:
+        """An int64, atomically."""
+        pointer = self.at(index).pointer.ir
+        return Val(self.fn, self.fn.b.load_atomic(pointer, ordering, 8, typ=ELEMENT[self.dtype]))
+
+    def atomic(self, op: str, value: Val | int, index: int = 0, ordering: str = "seq_cst") -> Val:
+        """Replaces an int64 by its `op` ("add", "sub", "and", "xchg") with `value`; returns what was there before."""
+        operand = value.ir if isinstance(value, Val) else ir.Constant(I64, value)
+        return Val(self.fn, self.fn.b.atomic_rmw(op, self.at(index).pointer.ir, operand, ordering))
+
+    def compare_exchange(self, expected: Val, value: Val, index: int = 0) -> Val:
+        """Stores `value` if an int64 is `expected`, atomically; whether it was."""
+        b = self.fn.b
+        outcome = b.cmpxchg(self.at(index).pointer.ir, expected.ir, value.ir, "seq_cst")
+        return Val(self.fn, b.extract_value(outcome, 1))
+
     def is_set(self) -> Val:
         """Whether the pointer is not null."""
         b = self.fn.b
@@ -455,6 +471,21 @@ class Function:
 
     def call(self, function: Function, *args: Val) -> None:
         self.b.call(function.ir, [a.ir for a in args])
+
+    def call_pointer(self, function: Val, *args: Val) -> None:
+        """Calls a void function by its address."""
+        type_ = ir.FunctionType(ir.VoidType(), [a.type for a in args])
+        # Through an integer, as llvmlite drops a cast between pointers and then knows no function type.
+        typed = self.b.inttoptr(self.b.ptrtoint(function.ir, I64), type_.as_pointer())
+        self.b.call(typed, [a.ir for a in args])
+
+    def pause(self) -> None:
+        """Tells the CPU that this is a spinning loop, where it knows such an instruction."""
+        triple = self.target.triple
+        if triple.startswith(("x86_64", "i686")):
+            self.b.call(self.module.declare("llvm.x86.sse2.pause", ir.VoidType(), []), [])
+        elif triple.startswith(("aarch64", "arm64")):
+            self.b.call(self.module.declare("llvm.aarch64.hint", ir.VoidType(), [I32]), [ir.Constant(I32, 1)])
 
     @contextmanager
     def loop(self, start: Val | int, stop: Val | int, step: Val | int = 1) -> Iterator[Val]:

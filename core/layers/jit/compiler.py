@@ -15,8 +15,9 @@ import llvmlite.binding as llvm
 
 from .builder import Module
 
-# MCJIT is not thread safe while it generates code, and the totals below are shared.
-_lock = threading.Lock()
+# MCJIT is not thread safe while it generates code, and the totals below are shared. Reentrant: building a parallel kernel
+# compiles the thread pool first.
+_lock = threading.RLock()
 
 
 @dataclass
@@ -30,7 +31,8 @@ class CompileStats:
 
 stats = CompileStats()
 
-_CTYPES = {"ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "i32": ctypes.c_int32, "f32": ctypes.c_float}
+# c_void_p for int64 too: it takes the same register, and ctypes converts an int to it in half the time.
+_CTYPES = {"ptr": ctypes.c_void_p, "i64": ctypes.c_void_p, "i32": ctypes.c_int32, "f32": ctypes.c_float}
 
 
 class CompiledModule:

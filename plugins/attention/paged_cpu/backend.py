@@ -14,7 +14,8 @@ from hotswap.core.contracts.attention import (
     LayerCache,
 )
 
-from hotswap.plugins.kernels.llvm_cpu.paged_attention import AttentionPlan, paged_attention, plan_attention
+from hotswap.plugins.kernels.llvm_cpu.paged_attention import AttentionPlan, PagedAttention, plan_attention
+from hotswap.plugins.kernels.llvm_cpu.paged_cache import PagedCache
 from hotswap.plugins.kernels.llvm_cpu.rope import write_kv
 
 
@@ -32,6 +33,7 @@ class PagedCpuAttention(AttentionBackend):
     def __init__(self) -> None:
         self._geometry: BatchGeometry | None = None
         self._plans: dict[int, AttentionPlan] = {}  # by query heads per KV head; of the current step
+        self._layers: dict[int, PagedAttention] = {}  # by layer index; made at the layer's first call
 
     def prepare(self, geometry: BatchGeometry) -> None:
         self._geometry = geometry
@@ -42,27 +44,29 @@ class PagedCpuAttention(AttentionBackend):
 
     def forward(self, query: Tensor, cache: LayerCache, layer: AttentionLayer) -> Tensor:
         step = self._step()
-        group = layer.num_heads // layer.num_kv_heads
-        plan = self._plans.get(group)
+        kernel = self._layers.get(layer.index)
+        if kernel is None or kernel.cache.key_cache is not cache[0]:
+            kernel = self._layers[layer.index] = _kernel(query, cache, layer, causal=step.causal)
+        plan = self._plans.get(kernel.group)
         if plan is None:
-            plan = self._plans[group] = plan_attention(step.query_start_loc, step.seq_lens, group)
+            plan = plan_attention(step.query_start_loc, step.seq_lens, step.block_table, kernel.group)
+            self._plans[kernel.group] = plan
         out = torch.empty((query.shape[0], layer.num_heads, layer.head_dim_v), dtype=query.dtype)
-        return paged_attention(
-            query,
-            cache[0],
-            cache[1],
-            step.query_start_loc,
-            step.seq_lens,
-            step.block_table,
-            layer.scale,
-            causal=step.causal,
-            window=layer.window or 0,
-            soft_cap=layer.soft_cap or 0.0,
-            out=out,
-            plan=plan,
-        )
+        return kernel(query, plan, out)
 
     def _step(self) -> BatchGeometry:
         if self._geometry is None:
             raise RuntimeError("prepare() must come before the first layer of a step")
         return self._geometry
+
+
+def _kernel(query: Tensor, cache: LayerCache, layer: AttentionLayer, *, causal: bool) -> PagedAttention:
+    return PagedAttention(
+        layer.num_heads,
+        PagedCache.of(*cache),
+        layer.scale,
+        query.dtype,
+        causal=causal,
+        window=layer.window or 0,
+        soft_cap=layer.soft_cap or 0.0,
+    )

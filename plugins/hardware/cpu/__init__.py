@@ -17,7 +17,9 @@ class CpuOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    num_threads: int | None = Field(None, ge=1, description="Threads of the forward; the usable cores when not given.")
+    num_threads: int | None = Field(
+        default=None, ge=1, description="Threads of the forward; the usable cores when not given."
+    )
 
 
 def _build(context: PlatformContext) -> Platform:

@@ -1,4 +1,5 @@
-"""What the host grants this process: cores, memory, instruction sets. Pure functions over the kernel's text files; no torch.
+"""What the host grants this process: cores, memory, instruction sets. Pure functions over the kernel's text files; no
+torch.
 
 Every function takes the root under which it reads, so that tests can bring a host of their own.
 """
@@ -76,7 +77,7 @@ def _cgroup_folders(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
     mount's own root stands for this process.
     """
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
-        hierarchy, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        hierarchy, controllers, path = [*line.split(":", 2), "", ""][:3]
         if hierarchy == "0" and not controllers:
             version, mounts = 2, ["sys/fs/cgroup", "sys/fs/cgroup/unified"]
         elif controller in controllers.split(","):
@@ -107,8 +108,8 @@ def _quota(root: Path) -> float | None:
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """Cores that this process may run on, at least 1. A fractional quota is rounded down: a thread that the kernel keeps
-    throttling holds up all the others."""
+    """Cores that this process may run on, at least 1. A fractional quota is rounded down: a thread that the kernel
+    keeps throttling holds up all the others."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -118,7 +119,8 @@ def usable_cores(root: Path = ROOT) -> int:
 
 
 def host_memory(root: Path = ROOT) -> HostMemory:
-    """The smaller of the machine's memory and every cgroup limit. Page cache that a cgroup can drop counts as available."""
+    """The smaller of the machine's memory and every cgroup limit. Page cache that a cgroup can drop counts as
+    available."""
     facts = {}
     for line in (_read(root / "proc/meminfo") or "").splitlines():
         name, _, value = line.partition(":")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hotswap.core.layers.jit import CompiledModule, Module, compile_module
+from hotswap.core.layers.jit import CompiledModule, Module, compile_module, team_size
 
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
@@ -53,7 +53,7 @@ def threads_for(elements: int, threads: int | None) -> int:
     """The thread count of an elementwise call: 1 for small ones, else `threads` or torch's setting."""
     if elements < _SERIAL_ELEMENTS:
         return 1
-    return torch.get_num_threads() if threads is None else threads
+    return team_size(threads)
 
 
 def dtype_name(op: str, tensor: torch.Tensor) -> str:

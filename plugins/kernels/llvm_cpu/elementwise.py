@@ -135,16 +135,16 @@ def build_gate(target: Target, name: str, dtype: str) -> Module:
 
 
 @functools.cache
-def _norm(dtype: str, wdtype: str, add: bool) -> Native:
+def _norm(target: Target, dtype: str, wdtype: str, add: bool) -> Native:
     def build() -> Module:
-        return build_norm(host_target(), dtype, wdtype, add=add)
+        return build_norm(target, dtype, wdtype, add=add)
 
     return compiled(build, "add_rms_norm" if add else "rms_norm", _NORM_PARAMS)
 
 
 @functools.cache
-def _gate(name: str, dtype: str) -> Native:
-    return compiled(lambda: build_gate(host_target(), name, dtype), name, _GATE_PARAMS)
+def _gate(target: Target, name: str, dtype: str) -> Native:
+    return compiled(lambda: build_gate(target, name, dtype), name, _GATE_PARAMS)
 
 
 def _rows(op: str, name: str, x: torch.Tensor) -> tuple[int, int]:
@@ -183,7 +183,7 @@ def rms_norm(
     if weight.shape != (h,) or weight.stride(0) != 1:
         raise ValueError(f"rms_norm: weight must be [{h}] and contiguous, not {tuple(weight.shape)}")
     rows = x.shape[0] * inner
-    function = _norm(dtype_name("rms_norm", x), dtype_name("rms_norm", weight), False)
+    function = _norm(host_target(), dtype_name("rms_norm", x), dtype_name("rms_norm", weight), False)
     function(
         x.data_ptr(),
         weight.data_ptr(),
@@ -228,7 +228,7 @@ def add_rms_norm(
     rows, h = x.shape
     if weight.shape != (h,) or weight.stride(0) != 1:
         raise ValueError(f"add_rms_norm: weight must be [{h}] and contiguous, not {tuple(weight.shape)}")
-    function = _norm(dtype_name("add_rms_norm", x), dtype_name("add_rms_norm", weight), True)
+    function = _norm(host_target(), dtype_name("add_rms_norm", x), dtype_name("add_rms_norm", weight), True)
     function(
         x.data_ptr(),
         weight.data_ptr(),
@@ -258,7 +258,7 @@ def _gated(name: str, x: torch.Tensor, out: torch.Tensor | None, threads: int | 
             f"{name}: out must be [{rows}, {columns}] {x.dtype}, contiguous within a row, "
             f"not {tuple(out.shape)} {out.dtype} {out.stride()}"
         )
-    function = _gate(name, dtype_name(name, x))
+    function = _gate(host_target(), name, dtype_name(name, x))
     function(
         x.data_ptr(),
         out.data_ptr(),

@@ -21,6 +21,7 @@ from hotswap.core.layers.jit import (
     Val,
     host_target,
     parallel_function,
+    team_size,
 )
 
 from .common import DTYPES, Native, compiled, dtype_name, pieces, split_table
@@ -241,7 +242,7 @@ def build(target: Target, wdtype: str, odtype: str) -> Module:
 
 
 @functools.cache
-def _compiled(wdtype: str, odtype: str, target: Target) -> Native:
+def _native(target: Target, wdtype: str, odtype: str) -> Native:
     return compiled(lambda: build(target, wdtype, odtype), "linear", _PARAMS)
 
 
@@ -288,10 +289,9 @@ def linear(
     if bias is not None and (bias.dtype is not torch.float32 or not bias.is_contiguous()):
         bias = bias.float().contiguous()
     target = host_target()
-    if threads is None:
-        threads = torch.get_num_threads()
+    threads = team_size(threads)
     row_block, chunk = _blocking(m, n, k, threads, target)
-    function = _compiled(DTYPES[packed.dtype], dtype_name("linear", out), target)
+    function = _native(target, DTYPES[packed.dtype], dtype_name("linear", out))
     function(
         x.data_ptr(),
         packed.panels.data_ptr(),

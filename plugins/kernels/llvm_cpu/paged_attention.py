@@ -14,71 +14,148 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hotswap.core.layers.jit import host_target
+from hotswap.core.layers.jit import Target, host_target, team_size
 
 from .attention_code import PARAMS, TILE_ROWS, Shape, build
-from .common import Native, compiled, dtype_name
+from .common import DTYPES, Native, compiled
+from .paged_cache import PagedCache
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """The work items of one step, the longest first, for every layer with `group` query heads per KV head.
+    """One step as every layer with `group` query heads per KV head sees it; keeps the tensors that it points into.
 
-    `items` is int32 [count, 2]: sequence and first row (query token * group + head of the group) of a tile.
+    `items` is int32 [count, 2], the longest first: sequence and first row (query token * group + head of the group).
     """
 
+    tensors: tuple[torch.Tensor, ...]
     items: torch.Tensor
-    count: int
     group: int
+    tokens: int
+    count: int
+    addresses: tuple[int, int, int, int]
+    table_stride: int
 
 
-def plan_attention(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, group: int) -> AttentionPlan:
-    """Splits a step into items; once a step, from int32 CPU tensors query_start_loc [R + 1] and seq_lens [R].
+def plan_attention(
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, group: int
+) -> AttentionPlan:
+    """Checks a step's geometry and splits it into items; once a step, for all layers of one group size.
 
-    The order only balances threads: one long context does not start last.
+    query_start_loc int32 [R + 1]: the tokens of sequence r are query_start_loc[r] .. query_start_loc[r + 1] - 1, the last
+    ones of its seq_lens[r] (int32 [R]) tokens of context. block_table int32 [R, >= ceil(seq_len / block_size)], rows may be
+    strided. The values are read now and by each call: do not change them in between.
     """
-    starts = query_start_loc.numpy()
+    for name, tensor in (("query_start_loc", query_start_loc), ("seq_lens", seq_lens), ("block_table", block_table)):
+        if tensor.dtype is not torch.int32 or tensor.stride(-1) != 1:
+            raise ValueError(f"attention: {name} must be int32 with contiguous rows, not {tensor.dtype} {tensor.stride()}")
+    starts, lengths = query_start_loc.numpy(), seq_lens.numpy()
+    if len(starts) != len(lengths) + 1 or block_table.shape[0] < len(lengths):
+        raise ValueError(
+            f"attention: query_start_loc [{len(starts)}], seq_lens [{len(lengths)}] and block_table "
+            f"{tuple(block_table.shape)} must be [R + 1], [R] and [R, blocks]"
+        )
     rows = (starts[1:] - starts[:-1]) * np.int32(group)
     tiles = -(-rows // TILE_ROWS)
-    if tiles.size == 0 or tiles.max() <= 1:
-        seqs = np.flatnonzero(tiles).astype(np.int32)
-        first_rows = np.zeros_like(seqs)
-    else:
-        seqs = np.repeat(np.arange(tiles.size, dtype=np.int32), tiles)
-        first_rows = (np.arange(seqs.size, dtype=np.int32) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * TILE_ROWS
-    # Later rows of a sequence see more of it, hence the small addend.
-    cost = seq_lens.numpy()[seqs].astype(np.int64) * np.minimum(rows[seqs] - first_rows, TILE_ROWS) + first_rows
-    order = np.argsort(-cost, kind="stable")
-    items = np.stack((seqs[order], first_rows[order]), axis=1).astype(np.int32)
-    return AttentionPlan(torch.from_numpy(items), len(items), group)
+    seqs = np.arange(tiles.size, dtype=np.int32).repeat(tiles)
+    first_rows = (np.arange(seqs.size, dtype=np.int32) - (tiles.cumsum(dtype=np.int32) - tiles)[seqs]) * np.int32(TILE_ROWS)
+    # What a tile costs: its rows times the context; later tiles of a sequence see more of it, hence the small addend.
+    cost = lengths[seqs].astype(np.int64) * np.minimum(rows[seqs] - first_rows, TILE_ROWS) + first_rows
+    order = (-cost).argsort(kind="stable")
+    items = torch.empty((seqs.size, 2), dtype=torch.int32)
+    view = items.numpy()
+    view[:, 0] = seqs[order]
+    view[:, 1] = first_rows[order]
+    return AttentionPlan(
+        tensors=(query_start_loc, seq_lens, block_table),
+        items=items,
+        group=group,
+        tokens=int(starts[-1]),
+        count=seqs.size,
+        addresses=(query_start_loc.data_ptr(), seq_lens.data_ptr(), block_table.data_ptr(), items.data_ptr()),
+        table_stride=block_table.stride(0),
+    )
 
 
 @functools.cache
-def _native(shape: Shape) -> Native:
-    return compiled(lambda: build(host_target(), shape), "paged_attention", PARAMS)
+def _native(target: Target, shape: Shape) -> Native:
+    return compiled(lambda: build(target, shape), "paged_attention", PARAMS)
 
 
-def _check(
-    q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, geometry: tuple[torch.Tensor, ...]
-) -> None:
-    _, heads, d = q.shape
-    blocks, kv_heads, _, block_size = key_cache.shape
-    if key_cache.shape != (blocks, kv_heads, d, block_size) or value_cache.shape != (blocks, kv_heads, block_size, d):
-        raise ValueError(
-            f"paged_attention: caches for heads of {d} are [blocks, kv_heads, D, block_size] and "
-            f"[blocks, kv_heads, block_size, D], not {tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
+class PagedAttention:
+    """Attention of one layer, checked and compiled once; a call costs a few microseconds of Python.
+
+    causal: a token sees itself and earlier ones, else the whole context. window > 0: only the last `window` of those,
+    itself included. soft_cap > 0: scores become soft_cap * tanh(score / soft_cap). Block sizes that are a multiple of 16
+    are read in place, others through a copy.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        cache: PagedCache,
+        scale: float,
+        dtype: torch.dtype,
+        *,
+        causal: bool = True,
+        window: int = 0,
+        soft_cap: float = 0.0,
+    ) -> None:
+        """`dtype` is that of queries and output. Raises ValueError if heads is no multiple of the cache's KV heads."""
+        if heads % cache.kv_heads:
+            raise ValueError(f"attention: {heads} query heads are no multiple of {cache.kv_heads} KV heads")
+        if dtype not in DTYPES:
+            raise TypeError(f"attention: queries must be float32 or bfloat16, not {dtype}")
+        self.heads = heads
+        self.group = heads // cache.kv_heads
+        self.cache = cache
+        self.dtype = dtype
+        self._width = heads * cache.d
+        self._native = _native(
+            host_target(), Shape(cache.d, cache.block_size, self.group, DTYPES[dtype], cache.dtype)
         )
-    if (
-        key_cache.stride()[1:] != (d * block_size, block_size, 1)
-        or value_cache.stride()[1:] != (d * block_size, d, 1)
-        or key_cache.dtype is not value_cache.dtype
-    ):
-        raise ValueError("paged_attention: both caches must have one dtype and contiguous blocks")
-    if heads % kv_heads:
-        raise ValueError(f"paged_attention: {heads} query heads are no multiple of {kv_heads} KV heads")
-    for tensor in geometry:
-        if tensor.dtype is not torch.int32 or tensor.stride(-1) != 1:
-            raise ValueError("paged_attention: query_start_loc, seq_lens and block_table must be int32, rows contiguous")
+        self._options = (int(causal), window, scale, soft_cap)
+
+    def __call__(
+        self, q: torch.Tensor, plan: AttentionPlan, out: torch.Tensor, *, threads: int | None = None
+    ) -> torch.Tensor:
+        """Writes `out` and returns it. q: [T, H, D], or [T, >= H * D] with the queries in front, such as the fused qkv
+        output; out: [T, H, D] or [T, H * D]. Tokens may be strided, each must be contiguous.
+
+        Tokens of `out` that belong to no sequence are left as they are.
+        """
+        cache, tokens = self.cache, plan.tokens
+        if q.dtype is not self.dtype or out.dtype is not self.dtype or plan.group != self.group:
+            raise TypeError(
+                f"attention: made for {self.dtype} and groups of {self.group} heads, called with q {q.dtype}, "
+                f"out {out.dtype} and a plan for groups of {plan.group}"
+            )
+        for tensor in (q, out):
+            strides = tensor.stride()
+            if tensor.shape[0] < tokens or strides[-1] != 1 or (tensor.dim() == 3 and strides[1] != cache.d != 1):
+                raise ValueError(
+                    f"attention: q and out must hold {tokens} contiguous tokens, not {tuple(tensor.shape)} {strides}"
+                )
+        ldq, ldo = q.stride(0), out.stride(0)
+        if tokens > 1 and (ldq < self._width or ldo < self._width):
+            raise ValueError(f"attention: tokens of q and out must be {self._width} apart at least, not {ldq} and {ldo}")
+        self._native(
+            q.data_ptr(),
+            out.data_ptr(),
+            cache.key_address,
+            cache.value_address,
+            *plan.addresses,
+            plan.count,
+            cache.kv_heads,
+            ldq,
+            ldo,
+            plan.table_stride,
+            cache.key_block,
+            cache.value_block,
+            *self._options,
+            team_size(threads),
+        )
+        return out
 
 
 def paged_attention(
@@ -97,55 +174,19 @@ def paged_attention(
     plan: AttentionPlan | None = None,
     threads: int | None = None,
 ) -> torch.Tensor:
-    """Attention of q [T, H, D] to the cached context of its sequences, as [T, H, D] of q's dtype.
+    """Attention of q [T, H, D] to the cached context of its sequences, as [T, H, D] of q's dtype, in one call.
 
-    q: float32 or bfloat16; tokens may be strided (a view of the fused qkv output), each token contiguous.
-    key_cache [blocks, KVH, D, block_size], value_cache [blocks, KVH, block_size, D]: float32 or bfloat16; H is a multiple
-    of KVH. The keys and values of this step's tokens are already in the cache. Block sizes that are a multiple of 16 are
-    read in place, others through a copy. query_start_loc int32 [R + 1]: the tokens of sequence r are
-    query_start_loc[r] .. query_start_loc[r + 1] - 1, the last ones of its seq_lens[r] (int32 [R]) tokens of context.
-    block_table int32 [R, >= ceil(seq_len / block_size)].
-    causal: a token sees itself and earlier ones, else the whole context. window > 0: only the last `window` of those,
-    itself included. soft_cap > 0: scores become soft_cap * tanh(score / soft_cap).
-    plan: `plan_attention(...)` of the same query_start_loc and seq_lens, made here if not given.
-    Tokens of `out` that belong to no sequence are left as they are. Raises ValueError or TypeError for what does not fit.
+    q: float32 or bfloat16. The keys and values of this step's tokens are already in the cache (see `PagedCache`). The
+    geometry is that of `plan_attention`, the options those of `PagedAttention`. For many calls make those objects once.
+    Raises ValueError or TypeError for what does not fit.
     """
     tokens, heads, d = q.shape
-    kv_heads, block_size = key_cache.shape[1], key_cache.shape[3]
-    _check(q, key_cache, value_cache, (query_start_loc, seq_lens, block_table))
+    cache = PagedCache.of(key_cache, value_cache)
+    if d != cache.d:
+        raise ValueError(f"attention: q has heads of {d}, the cache of {cache.d}")
     if out is None:
         out = torch.zeros((tokens, heads, d), dtype=q.dtype)
-    for name, tensor in (("q", q), ("out", out)):
-        if tensor.shape != (tokens, heads, d) or tensor.stride(2) != 1 or (tensor.stride(1) != d and heads != 1):
-            raise ValueError(f"paged_attention: {name} must be [{tokens}, {heads}, {d}] with contiguous tokens")
-    if out.dtype is not q.dtype:
-        raise TypeError(f"paged_attention: out is {out.dtype}, q {q.dtype}")
-    group = heads // kv_heads
+    layer = PagedAttention(heads, cache, scale, q.dtype, causal=causal, window=window, soft_cap=soft_cap)
     if plan is None:
-        plan = plan_attention(query_start_loc, seq_lens, group)
-    elif plan.group != group:
-        raise ValueError(f"paged_attention: the plan is for groups of {plan.group} heads, not {group}")
-    shape = Shape(d, block_size, group, dtype_name("paged_attention", q), dtype_name("paged_attention", key_cache))
-    _native(shape)(
-        q.data_ptr(),
-        out.data_ptr(),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        query_start_loc.data_ptr(),
-        seq_lens.data_ptr(),
-        block_table.data_ptr(),
-        plan.items.data_ptr(),
-        plan.count,
-        kv_heads,
-        q.stride(0),
-        out.stride(0),
-        block_table.stride(0),
-        key_cache.stride(0),
-        value_cache.stride(0),
-        int(causal),
-        window,
-        scale,
-        soft_cap,
-        torch.get_num_threads() if threads is None else threads,
-    )
-    return out
+        plan = plan_attention(query_start_loc, seq_lens, block_table, layer.group)
+    return layer(q, plan, out, threads=threads)

@@ -8,7 +8,8 @@ import torch
 
 from hotswap.core.layers.jit import Buffer, Module, Target, Team, Val, host_target, parallel_function
 
-from .common import Native, compiled, dtype_name, threads_for
+from .common import DTYPES, Native, compiled, dtype_name, threads_for
+from .paged_cache import PagedCache
 
 _TOKENS_PER_ITEM = 4
 
@@ -106,21 +107,21 @@ def build(target: Target, dtype: str, cache_dtype: str) -> Module:
 
 
 @functools.cache
-def _native(dtype: str, cache_dtype: str) -> Native:
-    return compiled(lambda: build(host_target(), dtype, cache_dtype), "rope_write_kv", _PARAMS)
+def _native(target: Target, dtype: str, cache_dtype: str) -> Native:
+    return compiled(lambda: build(target, dtype, cache_dtype), "rope_write_kv", _PARAMS)
 
 
-def _check_heads(op: str, name: str, x: torch.Tensor) -> None:
+def _check_tokens(op: str, name: str, x: torch.Tensor) -> None:
     if x.dim() != 3 or x.stride(2) != 1 or (x.stride(1) != x.shape[2] and x.shape[1] != 1):
-        raise ValueError(
-            f"{op}: {name} must be [T, heads, D] with contiguous tokens, not {tuple(x.shape)} {x.stride()}"
-        )
+        raise ValueError(f"{op}: {name} must be [T, heads, D] with contiguous tokens, not {tuple(x.shape)} {x.stride()}")
 
 
-def _check_rotation(op: str, q: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
-    tokens, _, d = q.shape
-    if positions.dtype is not torch.int64 or positions.shape != (tokens,) or positions.stride(0) != 1:
-        raise ValueError(f"{op}: positions must be int64 [{tokens}], not {positions.dtype} {tuple(positions.shape)}")
+def _check_vector(op: str, name: str, x: torch.Tensor, tokens: int) -> None:
+    if x.dtype is not torch.int64 or x.shape[0] != tokens or x.stride(0) != 1:
+        raise ValueError(f"{op}: {name} must be contiguous int64 [{tokens}], not {x.dtype} {tuple(x.shape)} {x.stride()}")
+
+
+def _check_angles(op: str, cos_sin: torch.Tensor, d: int) -> None:
     rotated = cos_sin.shape[1]
     if cos_sin.dtype is not torch.float32 or not cos_sin.is_contiguous() or rotated > d or rotated % 2:
         raise ValueError(
@@ -129,20 +130,66 @@ def _check_rotation(op: str, q: torch.Tensor, positions: torch.Tensor, cos_sin: 
         )
 
 
-def _check_caches(op: str, k: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
-    _, heads, d = k.shape
-    blocks, block_size = key_cache.shape[0], key_cache.shape[3]
-    if key_cache.shape != (blocks, heads, d, block_size) or value_cache.shape != (blocks, heads, block_size, d):
-        raise ValueError(
-            f"{op}: caches for {heads} heads of {d} are [blocks, heads, D, block_size] and "
-            f"[blocks, heads, block_size, D], not {tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
+class RopeWriteKV:
+    """Rotation and cache write of one layer, checked and compiled once; a call costs a few microseconds of Python.
+
+    Works on the fused qkv output [T, (H + 2 KVH) D] in place: queries and keys are rotated, keys and values are also
+    written to the cache. With cos_sin None nothing is rotated.
+    """
+
+    def __init__(self, heads: int, cos_sin: torch.Tensor | None, cache: PagedCache, dtype: torch.dtype) -> None:
+        """cos_sin: see `rope_write_kv`; dtype: that of qkv."""
+        if dtype not in DTYPES:
+            raise TypeError(f"RopeWriteKV: qkv must be float32 or bfloat16, not {dtype}")
+        if cos_sin is not None:
+            _check_angles("RopeWriteKV", cos_sin, cache.d)
+        self.heads = heads
+        self.cache = cache
+        self.cos_sin = cos_sin
+        self.dtype = dtype
+        self._width = (heads + 2 * cache.kv_heads) * cache.d
+        size = 2 if dtype is torch.bfloat16 else 4
+        self._key_offset = heads * cache.d * size
+        self._value_offset = (heads + cache.kv_heads) * cache.d * size
+        self._angles = 0 if cos_sin is None else cos_sin.data_ptr()
+        self._rotated = 0 if cos_sin is None else cos_sin.shape[1]
+        self._native = _native(host_target(), DTYPES[dtype], cache.dtype)
+
+    def __call__(
+        self, qkv: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor, *, threads: int | None = None
+    ) -> None:
+        """qkv [T, (H + 2 KVH) D], rows may be strided; positions and slot_mapping int64 [T], see `rope_write_kv`."""
+        tokens, width = qkv.shape
+        if width != self._width or qkv.dtype is not self.dtype or qkv.stride(1) != 1:
+            raise ValueError(
+                f"RopeWriteKV: qkv must be [T, {self._width}] {self.dtype}, not {tuple(qkv.shape)} {qkv.dtype}"
+            )
+        _check_vector("RopeWriteKV", "positions", positions, tokens)
+        _check_vector("RopeWriteKV", "slot_mapping", slot_mapping, tokens)
+        cache = self.cache
+        address, stride = qkv.data_ptr(), qkv.stride(0)
+        self._native(
+            address,
+            address + self._key_offset,
+            address + self._value_offset,
+            positions.data_ptr() if self._angles else 0,
+            self._angles,
+            cache.key_address,
+            cache.value_address,
+            slot_mapping.data_ptr(),
+            tokens,
+            self.heads,
+            cache.kv_heads,
+            cache.d,
+            self._rotated,
+            stride,
+            stride,
+            stride,
+            cache.block_size,
+            cache.key_block,
+            cache.value_block,
+            threads_for(2 * tokens * width, threads),
         )
-    if (
-        key_cache.stride()[1:] != (d * block_size, block_size, 1)
-        or value_cache.stride()[1:] != (d * block_size, d, 1)
-        or key_cache.dtype is not value_cache.dtype
-    ):
-        raise ValueError(f"{op}: both caches must have one dtype and contiguous blocks")
 
 
 def rope_write_kv(
@@ -162,19 +209,20 @@ def rope_write_kv(
     q, k, v: float32 or bfloat16 of one dtype, views of the fused qkv output allowed (each token contiguous).
     positions: int64 [T]. cos_sin: float32 [max_position, R], cosines in the first R / 2 columns and sines in the others;
     the first R <= D components of a head are rotated, pairing i with i + R / 2.
-    key_cache [blocks, KVH, D, block_size], value_cache [blocks, KVH, block_size, D]: float32 or bfloat16.
+    key_cache, value_cache: see `PagedCache`.
     slot_mapping: int64 [T], block * block_size + offset; a negative slot writes nothing.
     """
-    _check_rotation("rope_write_kv", q, positions, cos_sin)
-    _call("rope_write_kv", q, k, v, positions, cos_sin, key_cache, value_cache, slot_mapping, threads)
+    _check_angles("rope_write_kv", cos_sin, q.shape[-1])
+    cache = PagedCache.of(key_cache, value_cache)
+    _call("rope_write_kv", q, k, v, positions, cos_sin, cache, slot_mapping, threads)
 
 
 def rotary_embedding(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, threads: int | None = None
 ) -> None:
     """Rotates q and k in place; the arguments are those of `rope_write_kv`."""
-    _check_rotation("rotary_embedding", q, positions, cos_sin)
-    _call("rotary_embedding", q, k, None, positions, cos_sin, None, None, None, threads)
+    _check_angles("rotary_embedding", cos_sin, q.shape[-1])
+    _call("rotary_embedding", q, k, None, positions, cos_sin, None, None, threads)
 
 
 def write_kv(
@@ -187,7 +235,7 @@ def write_kv(
     threads: int | None = None,
 ) -> None:
     """Writes k and v to the cache, unrotated; the arguments are those of `rope_write_kv`."""
-    _call("write_kv", None, k, v, None, None, key_cache, value_cache, slot_mapping, threads)
+    _call("write_kv", None, k, v, None, None, PagedCache.of(key_cache, value_cache), slot_mapping, threads)
 
 
 def _call(
@@ -197,36 +245,34 @@ def _call(
     v: torch.Tensor | None,
     positions: torch.Tensor | None,
     cos_sin: torch.Tensor | None,
-    key_cache: torch.Tensor | None,
-    value_cache: torch.Tensor | None,
+    cache: PagedCache | None,
     slots: torch.Tensor | None,
     threads: int | None,
 ) -> None:
-    _check_heads(op, "k", k)
+    _check_tokens(op, "k", k)
     tokens, kv_heads, d = k.shape
-    dtype = cache_dtype = dtype_name(op, k)
-    heads = 0
-    if q is not None:
-        _check_heads(op, "q", q)
-        heads = q.shape[1]
-        if q.dtype is not k.dtype or q.shape != (tokens, heads, d):
-            raise ValueError(f"{op}: q {tuple(q.shape)} {q.dtype} does not go with k {tuple(k.shape)} {k.dtype}")
-    if v is not None and key_cache is not None and value_cache is not None and slots is not None:
-        _check_heads(op, "v", v)
-        _check_caches(op, k, key_cache, value_cache)
-        if v.shape != k.shape or v.dtype is not k.dtype:
-            raise ValueError(f"{op}: v {tuple(v.shape)} {v.dtype} does not go with k {tuple(k.shape)} {k.dtype}")
-        if slots.dtype is not torch.int64 or slots.shape != (tokens,) or slots.stride(0) != 1:
-            raise ValueError(f"{op}: slot_mapping must be int64 [{tokens}], not {slots.dtype} {tuple(slots.shape)}")
-        cache_dtype = dtype_name(op, key_cache)
-    _native(dtype, cache_dtype)(
+    dtype = dtype_name(op, k)
+    heads = 0 if q is None else q.shape[1]
+    for name, other, shape in (("q", q, (tokens, heads, d)), ("v", v, k.shape)):
+        if other is not None:
+            _check_tokens(op, name, other)
+            if other.dtype is not k.dtype or other.shape != shape:
+                raise ValueError(
+                    f"{op}: {name} {tuple(other.shape)} {other.dtype} does not go with k {tuple(k.shape)} {k.dtype}"
+                )
+    for name, vector in (("positions", positions), ("slot_mapping", slots)):
+        if vector is not None:
+            _check_vector(op, name, vector, tokens)
+    if cache is not None and (cache.kv_heads, cache.d) != (kv_heads, d):
+        raise ValueError(f"{op}: the cache holds {cache.kv_heads} heads of {cache.d}, k has {kv_heads} of {d}")
+    _native(host_target(), dtype, dtype if cache is None else cache.dtype)(
         0 if q is None else q.data_ptr(),
         k.data_ptr(),
         0 if v is None else v.data_ptr(),
         0 if positions is None else positions.data_ptr(),
         0 if cos_sin is None else cos_sin.data_ptr(),
-        0 if key_cache is None else key_cache.data_ptr(),
-        0 if value_cache is None else value_cache.data_ptr(),
+        0 if cache is None else cache.key_address,
+        0 if cache is None else cache.value_address,
         0 if slots is None else slots.data_ptr(),
         tokens,
         heads,
@@ -236,8 +282,8 @@ def _call(
         0 if q is None else q.stride(0),
         k.stride(0),
         0 if v is None else v.stride(0),
-        1 if key_cache is None else key_cache.shape[3],
-        0 if key_cache is None else key_cache.stride(0),
-        0 if value_cache is None else value_cache.stride(0),
+        1 if cache is None else cache.block_size,
+        0 if cache is None else cache.key_block,
+        0 if cache is None else cache.value_block,
         threads_for(2 * tokens * (heads + 2 * kv_heads) * d, threads),
     )

@@ -34,6 +34,7 @@ class DenseDecoder(Model):
         self.config = config
         self._context = context
         dtype, device = context.torch_dtype, context.torch_device
+        self._activation_dtype = context.activation_dtype or dtype
         self._max_len = context.max_model_len or config.max_position
         self._ropes = RopeTables(self._max_len, device)
         scale = config.embed_scale
@@ -173,7 +174,7 @@ class DenseDecoder(Model):
         return report
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        return self._embedding(token_ids)
+        return self._embedding(token_ids).to(self._activation_dtype)
 
     def forward(
         self, embeds: Tensor, positions: Tensor, context: ForwardContext, intermediates: dict[str, Tensor] | None = None

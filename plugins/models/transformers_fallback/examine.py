@@ -79,7 +79,8 @@ def refusal(model_class: Any, reason: str) -> ModelLoadError:
 def _config_and_class(hf_config: Mapping[str, Any], model_path: str, trust_remote_code: bool) -> tuple[Any, Any]:
     architectures = list(hf_config.get("architectures") or ())
     model_type = hf_config.get("model_type")
-    known = model_type in transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    mapping_of_configs = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    known = model_type in mapping_of_configs
     if not known and hf_config.get("auto_map"):
         if not trust_remote_code:
             raise ModelLoadError(
@@ -92,12 +93,10 @@ def _config_and_class(hf_config: Mapping[str, Any], model_path: str, trust_remot
         raise ModelLoadError(
             f"architectures {architectures}: transformers {transformers.__version__} knows no model type {model_type!r}"
         )
-    fields = {
-        name: value
-        for name, value in hf_config.items()
-        if name not in ("model_type", "transformers_version", "auto_map")
-    }
-    config = transformers.AutoConfig.for_model(model_type, **fields)
+    try:
+        config = mapping_of_configs[model_type].from_dict(_plain_numbers(dict(hf_config)))
+    except Exception as error:  # config classes check their fields in many ways; each says what is wrong
+        raise ModelLoadError(f"config.json is not one of model type {model_type!r}: {error}") from error
     mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if config.is_encoder_decoder or type(config) not in mapping:
         raise ModelLoadError(
@@ -119,10 +118,25 @@ def _run_probe(model: Any, max_model_len: int) -> tuple[Probe, Any]:
     with torch.inference_mode(), torch.device("meta"):
         embeds = embedding(torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64))
         positions = torch.arange(_PROBE_TOKENS).unsqueeze(0)
-        output = run_decoder(model.get_decoder(), embeds, positions)
+        output = run_decoder(decoder_of(model), embeds, positions)
     if not isinstance(getattr(output, "last_hidden_state", None), torch.Tensor):
         raise ModelLoadError(f"{type(model).__name__} cannot be served: its decoder returns no last_hidden_state")
     return probe, output
+
+
+def _plain_numbers(value: Any) -> Any:
+    """JSON has no infinities; transformers writes them as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _plain_numbers(item) for name, item in value.items()}
+    return [_plain_numbers(item) for item in value] if isinstance(value, list) else value
+
+
+def decoder_of(model: Any) -> Any:
+    """The stack of layers, without the head."""
+    decoder = model.get_decoder()
+    return model.model if decoder is model and hasattr(model, "model") else decoder
 
 
 def run_decoder(decoder: Any, embeds: torch.Tensor, positions: torch.Tensor) -> Any:

@@ -14,7 +14,7 @@ from hotswap.core.contracts.loader import ModelLoadError
 from hotswap.core.contracts.model import ForwardContext, LoadReport, Model, ModelContext, WeightSpec
 from hotswap.core.layers.cache import full_cache_spec
 
-from .examine import Examined, examine, pin_rope, refusal, run_decoder
+from .examine import Examined, decoder_of, examine, pin_rope, refusal, run_decoder
 from .routing import ROUTED, RoutedLayer, Steps
 from .selfcheck import disagreement, routed_logits, sample_tokens, tolerance
 
@@ -66,13 +66,15 @@ class TransformersModel(Model):
             modules[name].hotswap_attention = RoutedLayer(layer, self._steps)
         self._model = model
         self._embedding = model.get_input_embeddings()
-        self._decode = model.get_decoder()
+        self._decode = decoder_of(model)
         self._own_forward = self._decode.forward
         with torch.inference_mode():
             self._self_check()
         return report
 
     def _instantiate(self, given: dict[str, Tensor]) -> tuple[Any, LoadReport]:
+        verbosity = transformers.logging.get_verbosity()
+        transformers.logging.set_verbosity_error()  # what it would say of missing and unused tensors, we say
         transformers.logging.disable_progress_bar()
         try:
             model, info = self._examined.model_class.from_pretrained(
@@ -82,6 +84,7 @@ class TransformersModel(Model):
                 dtype=self._context.torch_dtype,
                 attn_implementation=ROUTED,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are reported below, by name
                 local_files_only=True,
             )
         except Exception as error:  # whatever transformers finds wrong with the tensors
@@ -90,15 +93,18 @@ class TransformersModel(Model):
             ) from error
         finally:
             transformers.logging.enable_progress_bar()
+            transformers.logging.set_verbosity(verbosity)
         report = LoadReport(missing=sorted(info["missing_keys"]), unexpected=sorted(info["unexpected_keys"]))
-        wrong = [*info["mismatched_keys"], *info["error_msgs"]]
-        if wrong:
-            raise ModelLoadError(f"tensors of a wrong shape: {'; '.join(str(item) for item in wrong[:8])}")
+        problems = [
+            f"tensor {name} has the shape {list(found)}; the config asks for {list(wanted)}"
+            for name, found, wanted in sorted(info["mismatched_keys"])
+        ]
         if report.missing:
             shown = ", ".join(report.missing[:8])
-            raise ModelLoadError(
-                f"the checkpoint lacks {len(report.missing)} tensor(s) that the config asks for: {shown}"
-            )
+            problems.append(f"the checkpoint lacks {len(report.missing)} tensor(s) that the config asks for: {shown}")
+        problems.extend(str(message) for message in info["error_msgs"])
+        if problems:
+            raise ModelLoadError("; ".join(problems))
         return model, report
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -130,20 +136,23 @@ class TransformersModel(Model):
     def _self_check(self) -> None:
         """Raises ModelLoadError when the routed model and transformers' own forward disagree."""
         device = self._context.torch_device
+        model_class = self._examined.model_class
         sequences = sample_tokens(self._embedding.num_embeddings)
-        found = routed_logits(self, sequences, device)
-        self._model.set_attn_implementation("eager")
         try:
+            found = routed_logits(self, sequences, device)
+            self._model.set_attn_implementation("eager")
             expected = [
                 self._model(torch.tensor([ids], device=device), use_cache=False, return_dict=True).logits[0].float()
                 for ids in sequences
             ]
+        except Exception as error:  # transformers' modelling code may fail in any way; all of them mean the same here
+            raise refusal(model_class, f"a trial run failed: {type(error).__name__}: {error}") from error
         finally:
             self._model.set_attn_implementation(ROUTED)
         error = disagreement(found, expected)
         if error > tolerance(self._context.torch_dtype):
             raise refusal(
-                self._examined.model_class,
+                model_class,
                 f"with the engine's attention its logits are off by {error:.2g}, so it mixes tokens by other means",
             )
 

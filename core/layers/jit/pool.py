@@ -1,0 +1,180 @@
+"""The threads of generated code: helpers that join the caller's work while there is some, and are never waited for in vain.
+
+A job is a function that takes items from a counter until none is left. The caller runs it too. When it finds no more items
+it closes the job and waits only for helpers that are inside, that is, in the middle of an item. A helper that the system
+has not woken, or has taken off its core, is not inside: the job is then done by the others. (An OpenMP region ends when
+every thread has taken part; measured with other programs on the same two cores, that makes a call of 0.05 ms last 4 to
+28 ms.) A helper that finds nothing to do spins for about 0.1 ms, longer than the pause between two layers, then sleeps.
+
+The state of a job is one word: generation << 16 | open << 15 | helpers inside. A helper enters by compare-and-exchange
+of the whole word, so it can only enter the job whose function and arguments it then reads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Callable
+
+import llvmlite.binding as llvm
+import torch
+from llvmlite import ir
+
+from .builder import I32, I64, PTR, Buffer, Function, Module, Val
+from .compiler import CompiledModule, compile_module
+from .target import Target, host_target
+
+RUN = "hotswap_pool_run"
+
+# Words of the pool's memory; those that different threads write lie on different cache lines.
+_STATE, _SLEEPERS, _OWNER = 0, 16, 32
+_BODY, _FRAME, _LIMIT, _READ_FD, _WRITE_FD = 48, 49, 50, 51, 52
+_WORDS = 64
+_OPEN = 1 << 15
+_INSIDE = _OPEN - 1
+_SPINS = 3000
+_SPINS_BEFORE_YIELD = 1000
+
+
+def _call(fn: Function, name: str, result: object, params: list[object], args: list[object]) -> object:
+    return fn.b.call(fn.module.declare(name, result, params), args)
+
+
+def _build_run(module: Module) -> None:
+    """`run(pool, body, frame, helpers)`: runs body(frame) here and on at most `helpers` other threads; returns when done."""
+    fn = module.function("run", [("pool", "ptr"), ("body", "ptr"), ("frame", "ptr"), ("helpers", "i64")], internal=False)
+    pool = fn.buffer("pool", "i64")
+    body, frame, helpers = fn.arg["body"], fn.arg["frame"], fn.arg["helpers"]
+    # One job at a time: a second thread that calls a kernel meanwhile works alone.
+    mine = fn.var(I64, 0)
+    with fn.when(helpers.gt(0)):
+        mine.set(1 - pool.atomic("xchg", 1, _OWNER))
+    with fn.when_else(mine.get().eq(0)) as (alone, together):
+        with alone:
+            fn.call_pointer(body, frame)
+        with together:
+            Buffer(fn, pool.at(_BODY).pointer, "ptr").store(body)
+            Buffer(fn, pool.at(_FRAME).pointer, "ptr").store(frame)
+            pool.store(helpers, _LIMIT)
+            generation = (pool.atomic_load(_STATE) >> 16) + 1
+            pool.atomic("xchg", (generation << 16) | _OPEN, _STATE)
+            with fn.when(pool.atomic_load(_SLEEPERS, "seq_cst").gt(0)):
+                sleepers = pool.atomic("xchg", 0, _SLEEPERS)
+                message = fn.stack_buffer("i64", 16)
+                fd = pool.load(_WRITE_FD).to_i32()
+                _call(fn, "write", I64, [I32, PTR, I64], [fd.ir, message.pointer.ir, sleepers.minimum(128).ir])
+            fn.call_pointer(body, frame)
+            pool.atomic("and", ~_OPEN, _STATE)
+            spins = fn.var(I64, 0)
+            with fn.forever() as done:
+                fn.break_if((pool.atomic_load(_STATE) & _INSIDE).eq(0), done)
+                fn.pause()
+                spins.set(spins.get() + 1)
+                with fn.when((spins.get() % _SPINS_BEFORE_YIELD).eq(0)):
+                    _call(fn, "sched_yield", I32, [], [])
+            pool.atomic("xchg", 0, _OWNER)
+    fn.finish()
+
+
+def _build_help(module: Module) -> None:
+    """`help(pool)`: the life of a helper thread. Never returns."""
+    fn = module.function("help", [("pool", "ptr")], internal=False)
+    pool = fn.buffer("pool", "i64")
+    joined, idle = fn.var(I64, 0), fn.var(I64, 0)
+
+    def joinable(state: Val) -> Val:
+        return (state & _OPEN).ne(0) & (state >> 16).ne(joined.get())
+
+    with fn.forever():
+        state = pool.atomic_load(_STATE)
+        with fn.when_else(joinable(state) & (state & _INSIDE).lt(pool.load(_LIMIT))) as (join, rest):
+            with join, fn.when(pool.compare_exchange(state, state + 1, _STATE)):
+                body = Buffer(fn, pool.at(_BODY).pointer, "ptr").load(0)
+                fn.call_pointer(body, Buffer(fn, pool.at(_FRAME).pointer, "ptr").load(0))
+                joined.set(state >> 16)
+                idle.set(0)
+                pool.atomic("sub", 1, _STATE)
+            with rest:
+                fn.pause()
+                idle.set(idle.get() + 1)
+                with fn.when(idle.get().gt(_SPINS)):
+                    idle.set(0)
+                    _build_sleep(fn, pool, joinable)
+    fn.b.unreachable()
+
+
+def _build_sleep(fn: Function, pool: Buffer, joinable: Callable[[Val], Val]) -> None:
+    """Announces a sleeper, looks once more, and blocks. Whoever takes the announcement away owes the sleeper a byte."""
+    pool.atomic("add", 1, _SLEEPERS)
+    owed = fn.var(I64, 1)
+    with fn.when(joinable(pool.atomic_load(_STATE, "seq_cst"))), fn.forever() as settled:
+        sleepers = pool.atomic_load(_SLEEPERS)
+        fn.break_if(sleepers.eq(0), settled)
+        taken_back = pool.compare_exchange(sleepers, sleepers - 1, _SLEEPERS)
+        with fn.when(taken_back):
+            owed.set(0)
+        fn.break_if(taken_back, settled)
+    with fn.when(owed.get().ne(0)):
+        byte = fn.stack_buffer("i64", 1)
+        fd = pool.load(_READ_FD).to_i32()
+        _call(fn, "read", I64, [I32, PTR, I64], [fd.ir, byte.pointer.ir, ir.Constant(I64, 1)])
+
+
+def build_pool(target: Target) -> Module:
+    """The module with `run` and `help`."""
+    module = Module("thread_pool", target)
+    _build_run(module)
+    _build_help(module)
+    return module
+
+
+class ThreadPool:
+    """The helper threads of this process and the memory through which they are given work."""
+
+    def __init__(self, code: CompiledModule) -> None:
+        self._code = code
+        self._help = code.function("help", ["ptr"])
+        raw = (ctypes.c_int64 * (_WORDS + 16))()
+        self._raw = raw
+        self.address = -(-ctypes.addressof(raw) // 128) * 128
+        self._words = (ctypes.c_int64 * _WORDS).from_address(self.address)
+        self._lock = threading.Lock()
+        self.helpers = 0
+
+    def reserve(self, helpers: int) -> None:
+        """Starts helper threads until there are `helpers`. They are daemons and hold the GIL only while they start."""
+        with self._lock:
+            if self.helpers == 0 and helpers > 0:
+                self._words[_READ_FD], self._words[_WRITE_FD] = os.pipe()
+            while self.helpers < helpers:
+                name = f"hotswap-kernel-{self.helpers + 1}"
+                threading.Thread(target=self._help, args=(self.address,), name=name, daemon=True).start()
+                self.helpers += 1
+
+    def forget(self) -> None:
+        """After a fork, in the child: the helpers are the parent's, and the memory may show one of its jobs."""
+        ctypes.memset(self.address, 0, 8 * _WORDS)
+        self._lock = threading.Lock()
+        self.helpers = 0
+
+
+@functools.cache
+def thread_pool() -> ThreadPool:
+    """The pool of this process; its `run` is known to LLVM under the name RUN from then on."""
+    target = host_target()
+    code = compile_module(lambda: build_pool(target))
+    llvm.add_symbol(RUN, code.address("run"))
+    pool = ThreadPool(code)
+    os.register_at_fork(after_in_child=pool.forget)
+    return pool
+
+
+def team_size(threads: int | None = None) -> int:
+    """How many threads a kernel shall use: `threads`, or torch's setting. Makes sure that there are so many."""
+    count = torch.get_num_threads() if threads is None else threads
+    pool = thread_pool()
+    if count - 1 > pool.helpers:
+        pool.reserve(count - 1)
+    return count

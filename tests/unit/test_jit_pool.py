@@ -1,0 +1,103 @@
+"""The kernel threads: every item once, whoever takes part; callers that collide; children of a fork."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import torch
+
+from hotswap.core.layers.jit import Module, compile_module, host_target, parallel_function, team_size
+
+
+def counting_kernel() -> Callable[[torch.Tensor, int], None]:
+    """f(counts, threads) adds one to each element of counts (int64), after some work that takes a while."""
+    params = [("counts", "ptr"), ("n", "i64"), ("work", "i64")]
+
+    def build() -> Module:
+        module = Module("count", host_target())
+        with parallel_function(module, "count", params) as team:
+            counts = team.buffer("counts", "i64")
+            with team.items(team.arg["n"]) as item:
+                busy = team.fn.var(item.type, 0)
+                with team.fn.loop(0, team.arg["work"]) as index:
+                    busy.set(busy.get() * 3 + index)
+                # The work is kept by an addend that is 0 or 1 << 40.
+                counts.store(counts.load(item) + 1 + (busy.get().eq(12345)).select(team.fn.i64(1 << 40), 0), item)
+        return module
+
+    code = compile_module(build)
+    native = code.function("count", ["ptr", "i64", "i64", "i64"])
+
+    def call(counts: torch.Tensor, threads: int, work: int = 50) -> None:
+        native(counts.data_ptr(), counts.numel(), work, threads)
+        assert code
+
+    return call
+
+
+def test_every_item_runs_exactly_once() -> None:
+    count = counting_kernel()
+    for threads in (1, 2, 4):
+        team_size(threads)
+        counts = torch.zeros(257, dtype=torch.int64)
+        for _ in range(200):
+            count(counts, threads)
+        assert (counts == 200).all()
+
+
+def test_helpers_wake_after_they_slept() -> None:
+    count = counting_kernel()
+    team_size(2)
+    counts = torch.zeros(64, dtype=torch.int64)
+    for _ in range(20):
+        count(counts, 2, 1000)
+        threading.Event().wait(0.003)
+    assert (counts == 20).all()
+
+
+def test_callers_from_several_threads_do_not_mix_their_work() -> None:
+    count = counting_kernel()
+    team_size(2)
+    totals = [torch.zeros(33 + i, dtype=torch.int64) for i in range(3)]
+
+    def work(counts: torch.Tensor) -> None:
+        for _ in range(300):
+            count(counts, 2)
+
+    callers = [threading.Thread(target=work, args=(counts,)) for counts in totals]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert all((counts == 300).all() for counts in totals)
+
+
+def test_no_items_and_more_threads_than_items() -> None:
+    count = counting_kernel()
+    team_size(4)
+    count(torch.zeros(0, dtype=torch.int64), 4)
+    counts = torch.zeros(1, dtype=torch.int64)
+    count(counts, 4)
+    assert counts.tolist() == [1]
+
+
+def test_a_forked_child_has_its_own_helpers() -> None:
+    count = counting_kernel()
+    team_size(2)
+    counts = torch.zeros(100, dtype=torch.int64)
+    count(counts, 2)
+    child = os.fork()
+    if child == 0:
+        try:
+            team_size(2)
+            for _ in range(50):
+                count(counts, 2)
+            os._exit(0 if (counts == 51).all() else 1)
+        finally:
+            os._exit(2)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    count(counts, 2)
+    assert (counts == 2).all()
