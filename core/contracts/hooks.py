@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
 import pluggy
 
 HOOK_PROJECT = "hotswap"
 
-hookimpl = pluggy.HookimplMarker(HOOK_PROJECT)
+HookT = TypeVar("HookT", bound=Callable[..., Any])
+
+_marker = pluggy.HookimplMarker(HOOK_PROJECT)
+
+
+def hookimpl(function: HookT) -> HookT:
+    """Marks `function`, named `hotswap_<kind>`, as this plugin's answer to that hook."""
+    return cast(HookT, _marker(function))

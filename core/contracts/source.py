@@ -22,9 +22,7 @@ class SourceContext(BuildContext):
 
 
 class Source(ABC):
-    """Fetches a model. Called once at start-up, in the process that launches the engine, before any device is
-    opened.
-    """
+    """Fetches a model. Called once at start-up, in the process that starts the engine, before a device is opened."""
 
     name: str
 

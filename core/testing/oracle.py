@@ -53,8 +53,12 @@ class Difference:
     gap: float
 
 
-def greedy_differences(model: Any, prompt: Sequence[int], output: Sequence[int]) -> list[Difference]:
+def greedy_differences(
+    model: Any, prompt: Sequence[int], output: Sequence[int], banned: Sequence[int] = ()
+) -> list[Difference]:
     """Checks a greedy continuation in one forward over prompt + output.
+
+    banned: tokens that could not be drawn (end of sequence under ignore_eos, as under transformers' min_new_tokens).
 
     If the oracle's argmax equals the output at every position, its own greedy decoding gives exactly this output, by
     induction over positions; so one forward replaces a whole `generate`.
@@ -64,6 +68,7 @@ def greedy_differences(model: Any, prompt: Sequence[int], output: Sequence[int])
     ids = torch.tensor([[*prompt, *output]])
     with torch.inference_mode():
         logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        logits[:, list(banned)] = float("-inf")
     best = logits.argmax(-1).tolist()
     found = []
     for position, (token_id, expected) in enumerate(zip(output, best, strict=True)):

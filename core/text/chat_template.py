@@ -43,9 +43,7 @@ class TemplateError(RequestError):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks what the assistant wrote; for serving, its body is all there is
-    to it.
-    """
+    """`{% generation %}...{% endgeneration %}` marks what the assistant wrote; for serving, only its body counts."""
 
     tags = {"generation"}
 

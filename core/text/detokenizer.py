@@ -113,8 +113,7 @@ class StopChecker:
 
     The stop string that ends first wins, of two that end together the longer one: so the outcome does not depend on how
     the stream was cut into runs. Text that may be the beginning of a stop string is held back until it is decided. Each
-    stop string is followed by a Knuth-Morris-Pratt automaton: time is linear in text and stop strings, whatever they
-    hold.
+    stop string is followed by a Knuth-Morris-Pratt automaton: time is linear in text and stop strings, always.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop_str: bool = False, min_tokens: int = 0) -> None:

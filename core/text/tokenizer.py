@@ -113,9 +113,7 @@ class Tokenizer:
             return self._plain_backend
 
     def _affixes(self, spec: TokenizerSpec) -> tuple[list[int], list[int]]:
-        """What encoding with special tokens puts before and after: by the post-processor, unless the spec overrides
-        it.
-        """
+        """What encoding with special tokens puts around a text: as in tokenizer.json, unless the spec overrides it."""
         probe = self._parsing.encode("a", add_special_tokens=True)
         mask = probe.special_tokens_mask
         first = next((i for i, special in enumerate(mask) if not special), len(mask))

@@ -74,8 +74,7 @@ class DummyCheckpoint(Checkpoint):
         """Yields (name, tensor on `device`) for each spec, in order.
 
         Values are uniform in +-1e-3 and depend on the tensor's name, the seed and the kind of device only. They are
-        made on
-        the device in the target dtype: no host copy.
+        made on the device in the target dtype: no host copy.
         """
         import torch
 

@@ -26,9 +26,7 @@ def half(blocks: Blocks, at: int, count: int = 1) -> Floats:
 
 
 def bit_fields(data: Blocks, width: int) -> Blocks:
-    """Splits each byte into 8 / width fields, lowest first: [n, k] -> [n, 8 / width, k]; row f holds field f of every
-    byte.
-    """
+    """Splits bytes into fields, lowest first: [n, k] -> [n, 8 / width, k]; row f holds field f of every byte."""
     mask = np.uint8((1 << width) - 1)
     out = np.empty((data.shape[0], 8 // width, data.shape[1]), np.uint8)
     for field in range(8 // width):

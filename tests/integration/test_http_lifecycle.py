@@ -212,7 +212,7 @@ def test_chat_command_against_it(start: Callable[..., Process]) -> None:
     code = "import sys; from hotswap.server.cli import main; sys.exit(main(sys.argv[1:]))"
     words = ["chat", "--url", process.url, "--once", "hello", "--max-tokens", "5"]
     answer = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=30, check=False, env=ENVIRONMENT
     )
     assert answer.returncode == 0, answer.stderr
     assert len(answer.stdout.strip()) == 5 and len(set(answer.stdout.strip())) == 1

@@ -68,7 +68,9 @@ def test_exp_is_within_two_units_in_the_last_place() -> None:
 
 @pytest.mark.parametrize("lanes", WIDTHS)
 def test_exp_of_special_values(lanes: int) -> None:
-    x = torch.tensor([0.0, -0.0, -math.inf, math.inf, math.nan, -200.0, 200.0, -87.4, 1.0, -1e30, 1e30, 88.7, -1.0, 2.0, 3.0, 4.0])
+    x = torch.tensor(
+        [0.0, -0.0, -math.inf, math.inf, math.nan, -200.0, 200.0, -87.4, 1.0, -1e30, 1e30, 88.7, -1.0, 2.0, 3.0, 4.0]
+    )
     y = apply(exp, x, lanes)
     assert y[0] == 1.0 and y[1] == 1.0
     assert y[2] == 0.0 and y[5] == 0.0 and y[7] == 0.0 and y[9] == 0.0
@@ -181,7 +183,11 @@ def _sum_of_products(fn: Function) -> None:
     width = fn.target.width
     total = fn.zeros(width)
     with fn.loop(0, fn.arg["n"], width) as index:
-        total.set(fn.fma(fn.buffer("x", "bf16").load(index, width), exp(fn.buffer("y", "f32").load(index, width)), total.get()))
+        total.set(
+            fn.fma(
+                fn.buffer("x", "bf16").load(index, width), exp(fn.buffer("y", "f32").load(index, width)), total.get()
+            )
+        )
     fn.buffer("out", "f32").store(fn.sum_lanes(total.get()))
 
 

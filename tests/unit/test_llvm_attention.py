@@ -1,20 +1,31 @@
-"""CPU paged attention against a dense float64 reference, and the promise that a row's bits depend on nothing but the row."""
+"""CPU paged attention against a dense float64 reference; the bits of a row depend on nothing but the row."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
 
+from hotswap.core.layers.jit import host_target
 from hotswap.plugins.kernels.llvm_cpu import paged_attention as module
 from hotswap.plugins.kernels.llvm_cpu.paged_attention import PagedAttention, paged_attention, plan_attention
 from hotswap.plugins.kernels.llvm_cpu.paged_cache import PagedCache
 
 F32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_torch_thread() -> Iterator[None]:
+    """The dense reference makes many small float64 operations; the kernel's threads are given where they matter."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @dataclass
@@ -69,7 +80,7 @@ def make_case(
     cache_dtype: torch.dtype = F32,
     seed: int = 0,
 ) -> Case:
-    """Blocks in random order, queries in a view of a fused qkv, unwritten cache slots and the null block full of NaN."""
+    """Blocks in random order, queries a view of a fused qkv, unwritten cache slots and the null block full of NaN."""
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-c // block_size) for c in contexts]
     total = sum(counts) + 1
@@ -96,7 +107,14 @@ def assert_close(actual: torch.Tensor, exact: torch.Tensor) -> None:
     torch.testing.assert_close(actual.double(), exact, rtol=tolerance, atol=3e-6 if actual.dtype == F32 else 2**-9)
 
 
-OPTIONS: list[dict[str, object]] = [{}, {"causal": False}, {"window": 7}, {"window": 150}, {"soft_cap": 2.0}, {"window": 1}]
+OPTIONS: list[dict[str, object]] = [
+    {},
+    {"causal": False},
+    {"window": 7},
+    {"window": 150},
+    {"soft_cap": 2.0},
+    {"window": 1},
+]
 
 
 @pytest.mark.parametrize(("dtype", "cache_dtype"), [(F32, F32), (BF16, BF16), (F32, BF16)])
@@ -108,12 +126,12 @@ def test_against_float64(
     dtype: torch.dtype, cache_dtype: torch.dtype, heads: int, kv_heads: int, d: int, block_size: int
 ) -> None:
     rng = random.Random(d)
-    contexts = [1, 16, 17, 128, 129, 300, *(rng.randint(1, 400) for _ in range(4))]
-    queries = [1, 16, 1, 128, 40, 1, *(rng.randint(1, c) for c in contexts[6:])]
+    contexts = [1, 16, 17, 128, 129, 300, rng.randint(1, 400)]
+    queries = [1, 16, 1, 128, 40, 1, rng.randint(1, contexts[-1])]
     shape = {"heads": heads, "kv_heads": kv_heads, "d": d, "block_size": block_size}
     case = make_case(contexts, queries, dtype=dtype, cache_dtype=cache_dtype, seed=d, **shape)
     for options in OPTIONS:
-        assert_close(case.run(**options), case.dense(**options))  # type: ignore[arg-type]
+        assert_close(case.run(threads=2, **options), case.dense(**options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("context", [1, 2, 15, 16, 33, 127, 128, 129, 256, 257])
@@ -136,7 +154,14 @@ def test_bits_do_not_depend_on_batch_or_chunks(
     )
     expected = whole.run(**options)
     other = make_case(
-        [77, 500], [1, 30], heads=heads, kv_heads=kv_heads, block_size=block_size, dtype=dtype, cache_dtype=cache_dtype, seed=1
+        [77, 500],
+        [1, 30],
+        heads=heads,
+        kv_heads=kv_heads,
+        block_size=block_size,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        seed=1,
     )
     for sizes in ([1, 99, 128, 72], [13] * 23 + [1], [150, 150], [299, 1]):
         end = 0
@@ -198,7 +223,7 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
 @pytest.mark.parametrize(("width", "registers"), [(4, 16), (16, 32)])
 @pytest.mark.parametrize("block_size", [16, 4])
 def test_other_vector_shapes(monkeypatch: pytest.MonkeyPatch, width: int, registers: int, block_size: int) -> None:
-    target = dataclasses.replace(module.host_target(), width=width, registers=registers)
+    target = dataclasses.replace(host_target(), width=width, registers=registers)
     monkeypatch.setattr(module, "host_target", lambda: target)
     for dtype in (F32, BF16):
         case = make_case([150, 20], [33, 1], d=40, block_size=block_size, dtype=dtype, cache_dtype=dtype)

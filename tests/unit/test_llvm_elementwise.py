@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from hotswap.core.layers.jit import host_target
 from hotswap.plugins.kernels.llvm_cpu import elementwise as module
 from hotswap.plugins.kernels.llvm_cpu.elementwise import add_rms_norm, gelu_tanh_mul, rms_norm, silu_mul
 
@@ -54,7 +55,11 @@ def test_rms_norm_of_each_head_in_a_view_of_qkv(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "h"), [(1, 576), (3, 37), (70, 576)])
 def test_add_rms_norm(dtype: torch.dtype, rows: int, h: int) -> None:
-    x, residual, weight = random(rows, h, dtype=dtype), random(rows, h, seed=1, dtype=dtype), random(h, seed=2, dtype=dtype)
+    x, residual, weight = (
+        random(rows, h, dtype=dtype),
+        random(rows, h, seed=1, dtype=dtype),
+        random(h, seed=2, dtype=dtype),
+    )
     expected = x + residual
     result = add_rms_norm(x, residual, weight, EPS)
     assert torch.equal(residual, expected)
@@ -99,7 +104,7 @@ def test_bits_of_a_row_do_not_depend_on_batch_or_threads(dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("width", [4, 16])
 def test_other_vector_shapes(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    target = dataclasses.replace(module.host_target(), width=width)
+    target = dataclasses.replace(host_target(), width=width)
     monkeypatch.setattr(module, "host_target", lambda: target)
     for dtype in DTYPES:
         x, weight = random(6, 166, dtype=dtype), random(166, seed=1)

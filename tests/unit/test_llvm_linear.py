@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from hotswap.core.layers.jit import host_target
 from hotswap.plugins.kernels.llvm_cpu import linear as module
 from hotswap.plugins.kernels.llvm_cpu.linear import linear, pack
 
@@ -93,7 +94,7 @@ def test_bits_do_not_depend_on_the_blocking(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(("width", "registers"), [(4, 16), (4, 32), (8, 32), (16, 32)])
 def test_other_vector_shapes(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int, registers: int) -> None:
     """The code that another CPU would run, run here: LLVM splits or widens the vectors."""
-    target = dataclasses.replace(module.host_target(), width=width, registers=registers)
+    target = dataclasses.replace(host_target(), width=width, registers=registers)
     weight = random(75, 50, dtype=dtype)
     x = random(37, 50, seed=1)
     here = linear(x, pack(weight))

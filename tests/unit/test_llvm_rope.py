@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from hotswap.core.layers.jit import host_target
 from hotswap.plugins.kernels.llvm_cpu import rope as module
 from hotswap.plugins.kernels.llvm_cpu.paged_cache import PagedCache
 from hotswap.plugins.kernels.llvm_cpu.rope import RopeWriteKV, rope_write_kv, rotary_embedding, write_kv
@@ -32,7 +33,9 @@ def rotated(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> 
 
 
 def caches(blocks: int, heads: int, d: int, block_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.full((blocks, heads, d, block_size), 9.0, dtype=dtype), torch.full((blocks, heads, block_size, d), 9.0, dtype=dtype)
+    return torch.full((blocks, heads, d, block_size), 9.0, dtype=dtype), torch.full(
+        (blocks, heads, block_size, d), 9.0, dtype=dtype
+    )
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -42,7 +45,9 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cache_dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "d", "r", "block_size"), [(9, 3, 64, 64, 16), (2, 2, 24, 10, 4), (4, 1, 5, 4, 12)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d", "r", "block_size"), [(9, 3, 64, 64, 16), (2, 2, 24, 10, 4), (4, 1, 5, 4, 12)]
+)
 def test_rope_write_kv(
     dtype: torch.dtype, cache_dtype: torch.dtype, heads: int, kv_heads: int, d: int, r: int, block_size: int
 ) -> None:
@@ -109,14 +114,16 @@ def test_without_rotation_only_the_cache_changes() -> None:
     qkv = random(3, 5 * 8)
     before = qkv.clone()
     key_cache, value_cache = caches(2, 1, 8, 4, torch.float32)
-    RopeWriteKV(3, None, PagedCache.of(key_cache, value_cache), torch.float32)(qkv, torch.arange(3), torch.arange(3) + 4)
+    RopeWriteKV(3, None, PagedCache.of(key_cache, value_cache), torch.float32)(
+        qkv, torch.arange(3), torch.arange(3) + 4
+    )
     assert torch.equal(qkv, before)
     assert torch.equal(key_cache[1, 0, :, :3].t(), qkv[:, 24:32]) and torch.equal(value_cache[1, 0, :3], qkv[:, 32:])
 
 
 @pytest.mark.parametrize("width", [4, 16])
 def test_other_vector_shapes(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    target = dataclasses.replace(module.host_target(), width=width)
+    target = dataclasses.replace(host_target(), width=width)
     monkeypatch.setattr(module, "host_target", lambda: target)
     q, k = random(4, 3, 72), random(4, 1, 72, seed=1)
     positions, cos_sin = torch.arange(4), angles(4, 72)

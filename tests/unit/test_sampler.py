@@ -108,7 +108,8 @@ def kept_probabilities(x: np.ndarray, params: SamplingParams) -> np.ndarray:
         kept = nucleus
     result = np.zeros(len(x))
     result[kept] = weights[kept]
-    return result / result.sum()
+    probabilities: np.ndarray = result / result.sum()
+    return probabilities
 
 
 def oracle(logits: np.ndarray, row: Row) -> int:
@@ -267,7 +268,7 @@ def test_B08_penalties_follow_their_definitions() -> None:
     logits = torch.zeros((1, 64))
     logits[0, [5, 7, 8, 9]] = torch.tensor([2.0, 4.0, 3.0, 0.5])
 
-    def logit_order(**penalties: float) -> np.ndarray:
+    def logit_order(**penalties: Any) -> np.ndarray:
         row = Row(SamplingParams(temperature=0.0, **penalties), [5], [7, 8, 7, 7])
         return edited_logits(logits[0].numpy(), row)
 

@@ -9,9 +9,9 @@ import sys
 
 def modules_after(code: str) -> set[str]:
     program = f"{code}\nimport sys\nprint(*sys.modules)"
-    return set(
-        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    return set(done.stdout.split())
 
 
 def test_the_server_needs_neither_torch_nor_transformers() -> None:

@@ -1,7 +1,7 @@
 """JIT toolkit: CPU kernels written in Python, compiled by LLVM in the engine process when they are first used.
 
-`builder` is the language, `vecmath` its mathematics, `parallel` and `pool` its threads, `compiler` turns it into machine
-code for a `target`. Import it only in processes that run a model: it needs torch and llvmlite.
+`builder` is the language, `vecmath` its mathematics, `parallel` and `pool` its threads, `compiler` turns it into
+machine code for a `target`. Import it only in processes that run a model: it needs torch and llvmlite.
 """
 
 from __future__ import annotations

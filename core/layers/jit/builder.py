@@ -1,8 +1,8 @@
 """A small language for kernels on top of llvmlite: typed values with operators, buffers, loops, variables.
 
 A kernel is a Python function that builds code: Python loops and conditions run while building (they unroll and
-specialise), `Function.loop` and `Function.when` run in the kernel. Element types are named "f32", "bf16", "i32", "i64", "ptr".
-bfloat16 exists in memory only: `Buffer.load` widens it to float32 and `Buffer.store` rounds to nearest even.
+specialise), `Function.loop` and `Function.when` run in the kernel. Element types are named "f32", "bf16", "i32", "i64"
+and "ptr". bfloat16 exists in memory only: `Buffer.load` widens it to float32 and `Buffer.store` rounds to nearest even.
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ def unpair(dtype: str, first: Val, second: Val) -> tuple[Val, Val]:
 
 
 def pair_position(dtype: str, lanes: int, element: int) -> int:
-    """Where element `element` of `2 * lanes` ends up when the two vectors of `load_pair` are stored one after the other."""
+    """Where an element of `2 * lanes` ends up when the two vectors of `load_pair` are stored one after the other."""
     return element if dtype == "f32" else element // 2 + lanes * (element % 2)
 
 
@@ -438,7 +438,7 @@ class Function:
         return Buffer(self, self.arg[name], dtype)
 
     def fma(self, a: Val, b: Val, c: Val) -> Val:
-        """a * b + c: with one rounding on targets that have the instruction, else two; the same everywhere on a target."""
+        """a * b + c, with one rounding where the target has the instruction, else two; always the same on one target."""
         if not self.target.has_fma:
             return a * b + c
         lanes = a.lanes

@@ -15,8 +15,8 @@ import llvmlite.binding as llvm
 
 from .builder import Module
 
-# MCJIT is not thread safe while it generates code, and the totals below are shared. Reentrant: building a parallel kernel
-# compiles the thread pool first.
+# MCJIT is not thread safe while it generates code, and the totals below are shared. Reentrant: building a parallel
+# kernel compiles the thread pool first.
 _lock = threading.RLock()
 
 
@@ -51,8 +51,9 @@ class CompiledModule:
     def function(self, name: str, params: Sequence[str], *, keep_gil: bool = False) -> Callable[..., None]:
         """The function `name` as a Python callable that takes plain ints (pointers too) and floats.
 
-        `params` are type names ("ptr", "i64", "i32", "f32"). With `keep_gil` the call does not release the GIL: for calls
-        of a few microseconds, where giving it up could cost a whole switch interval. The caller must keep the module.
+        `params` are type names ("ptr", "i64", "i32", "f32"). With `keep_gil` the call does not release the GIL: for
+        calls of a few microseconds, where giving it up could cost a whole switch interval. The caller must keep the
+        module.
         """
         factory: Any = ctypes.PYFUNCTYPE if keep_gil else ctypes.CFUNCTYPE
         prototype = factory(None, *(_CTYPES[p] for p in params))

@@ -1,7 +1,7 @@
 """Kernels that run on several threads: a body that takes items from a shared counter until none is left.
 
-Threads that are disturbed take fewer items, and `pool` says which threads take part, which may be the caller's alone. So
-a body must compute each item the same way whoever does it, and items must not depend on each other.
+Threads that are disturbed take fewer items, and `pool` says which threads take part, which may be the caller's alone.
+So a body must compute each item the same way whoever does it, and items must not depend on each other.
 """
 
 from __future__ import annotations

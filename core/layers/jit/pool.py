@@ -1,10 +1,11 @@
-"""The threads of generated code: helpers that join the caller's work while there is some, and are never waited for in vain.
+"""The threads of generated code: helpers that join the caller's work while there is some and are not waited for in vain.
 
-A job is a function that takes items from a counter until none is left. The caller runs it too. When it finds no more items
-it closes the job and waits only for helpers that are inside, that is, in the middle of an item. A helper that the system
-has not woken, or has taken off its core, is not inside: the job is then done by the others. (An OpenMP region ends when
-every thread has taken part; measured with other programs on the same two cores, that makes a call of 0.05 ms last 4 to
-28 ms.) A helper that finds nothing to do spins for about 0.1 ms, longer than the pause between two layers, then sleeps.
+A job is a function that takes items from a counter until none is left. The caller runs it too. When it finds no more
+items it closes the job and waits only for helpers that are inside, that is, in the middle of an item. A helper that the
+system has not woken, or has taken off its core, is not inside: the job is then done by the others. (An OpenMP region
+ends when every thread has taken part; measured with other programs on the same two cores, that makes a call of 0.05 ms
+last 4 to 28 ms.) A helper that finds nothing to do spins for about 0.1 ms, longer than the pause between two layers,
+then sleeps.
 
 The state of a job is one word: generation << 16 | open << 15 | helpers inside. A helper enters by compare-and-exchange
 of the whole word, so it can only enter the job whose function and arguments it then reads.
@@ -43,8 +44,10 @@ def _call(fn: Function, name: str, result: object, params: list[object], args: l
 
 
 def _build_run(module: Module) -> None:
-    """`run(pool, body, frame, helpers)`: runs body(frame) here and on at most `helpers` other threads; returns when done."""
-    fn = module.function("run", [("pool", "ptr"), ("body", "ptr"), ("frame", "ptr"), ("helpers", "i64")], internal=False)
+    """`run(pool, body, frame, helpers)`: body(frame) here and on at most `helpers` other threads; returns when done."""
+    fn = module.function(
+        "run", [("pool", "ptr"), ("body", "ptr"), ("frame", "ptr"), ("helpers", "i64")], internal=False
+    )
     pool = fn.buffer("pool", "i64")
     body, frame, helpers = fn.arg["body"], fn.arg["frame"], fn.arg["helpers"]
     # One job at a time: a second thread that calls a kernel meanwhile works alone.

@@ -60,7 +60,7 @@ def host_target() -> Target:
 
 
 def generic_target(triple: str, width: int, *, has_fma: bool) -> Target:
-    """A target of the baseline CPU of `triple` (for example "aarch64-unknown-linux-gnu"), to compile for another machine.
+    """The baseline CPU of `triple` (for example "aarch64-unknown-linux-gnu"), to compile for another machine.
 
     Raises RuntimeError if this LLVM cannot generate code for the triple.
     """

@@ -1,4 +1,4 @@
-"""Kernels `llvm_cpu`: vector code generated at start for the host's processor, through LLVM; no compiler on the machine."""
+"""Kernels `llvm_cpu`: vector code generated at start for the host's processor, through LLVM; needs no compiler."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Code generation for paged attention; `paged_attention` is the way to call it and explains the arithmetic.
 
-Terms: a *row* is one (query token, query head); a *tile* is up to TILE_ROWS rows of one sequence and KV head; a *pass* is
-up to PASS_ROWS rows of a tile whose sums fit the registers; a *chunk* is CHUNK consecutive tokens of the context, counted
-from token 0; a *pair* is two vectors of consecutive tokens, in the order of `Buffer.load_pair`.
+Terms: a *row* is one (query token, query head); a *tile* is up to TILE_ROWS rows of one sequence and KV head; a *pass*
+is up to PASS_ROWS rows of a tile whose sums fit the registers; a *chunk* is CHUNK consecutive tokens of the context,
+counted from token 0; a *pair* is two vectors of consecutive tokens, in the order of `Buffer.load_pair`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ class _Code:
         self.source = shape.source(target)
         self.key_stride = shape.block_size if self.direct else CHUNK
         self.score_stride = CHUNK + _AHEAD * self.pair
-        self.module = Module(f"paged_attention_{shape.d}_{shape.block_size}_{shape.group}_{shape.dtype}_{shape.cache_dtype}", target)
+        self.module = Module(
+            f"paged_attention_{shape.d}_{shape.block_size}_{shape.group}_{shape.dtype}_{shape.cache_dtype}", target
+        )
         self.softmax = self._softmax()
         # Tiles have a multiple of gcd(group, TILE_ROWS) rows, and so have passes.
         unit = math.gcd(shape.group, PASS_ROWS)
@@ -191,7 +193,10 @@ class _Code:
         q, scores = fn.buffer("q", "f32"), fn.buffer("scores", "f32")
         with fn.loop(first, last, together) as index:
             # Beyond the last pair the last one is computed again, into slots that nobody reads.
-            keys = [fn.buffer("keys", "ptr").load_buffer((index + i).minimum(last - 1), self.source) for i in range(together)]
+            keys = [
+                fn.buffer("keys", "ptr").load_buffer((index + i).minimum(last - 1), self.source)
+                for i in range(together)
+            ]
             sums = [[(fn.zeros(width), fn.zeros(width)) for _ in range(together)] for _ in range(rows)]
             later = [fn.buffer("keys", "ptr").load_buffer(index + (together + i), self.source) for i in range(together)]
             later += [fn.buffer("values", "ptr").load_buffer(index + i, self.source) for i in range(together)]
@@ -360,7 +365,9 @@ class _Tile:
                 end = (self.bounds.load((first + size - 1) * 2 + 1) - chunk).minimum(CHUNK)
                 with fn.when(begin.lt(end)):
                     passes = self.code.passes
-                    fn.switch(size, {n: functools.partial(self.run_pass, passes[n], first, chunk, begin, end) for n in passes})
+                    fn.switch(
+                        size, {n: functools.partial(self.run_pass, passes[n], first, chunk, begin, end) for n in passes}
+                    )
                 done.set(first + size)
 
     def run_pass(self, function: Function, first: Val, chunk: Val, begin: Val, end: Val) -> None:

@@ -36,8 +36,8 @@ def pieces(registers: int) -> tuple[int, ...]:
 def split_table(sizes: Sequence[int]) -> list[int]:
     """Entry n: how many rows to do first when n remain, so that no remainder is needlessly small.
 
-    `sizes` are the available row counts; every n that occurs must be a sum of some. Entries reach twice the largest size;
-    with more rows than that, the last entry holds.
+    `sizes` are the available row counts; every n that occurs must be a sum of some. Entries reach twice the largest
+    size; with more rows than that, the last entry holds.
     """
     largest = max(sizes)
     best: list[tuple[int, int]] = [(0, 0)]  # (number of pieces, first piece) for each n

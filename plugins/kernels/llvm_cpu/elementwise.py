@@ -55,8 +55,8 @@ def _inverse_rms(team: Team, x: Buffer, residual: Buffer | None) -> Val:
     with fn.loop(wide, h) as index:
         v = value(index, 1)
         tail.set(fn.fma(v, v, tail.get()))
-    total = (sums[0].get() + sums[1].get()) + (sums[2].get() + sums[3].get())
-    mean = (fn.sum_lanes(total) + tail.get()) / h.to_f32()
+    squares = (sums[0].get() + sums[1].get()) + (sums[2].get() + sums[3].get())
+    mean = (fn.sum_lanes(squares) + tail.get()) / h.to_f32()
     return 1.0 / fn.sqrt(mean + team.arg["eps"])
 
 
@@ -148,7 +148,7 @@ def _gate(target: Target, name: str, dtype: str) -> Native:
 
 
 def _rows(op: str, name: str, x: torch.Tensor) -> tuple[int, int]:
-    """(rows per outer index, outer stride) of a tensor [T, H] or [T, heads, H] whose only gaps are between outer rows."""
+    """(rows per outer index, outer stride) of [T, H] or [T, heads, H] whose only gaps are between outer rows."""
     if x.stride(-1) == 1:
         if x.dim() == 2:
             return 1, x.stride(0)
@@ -249,7 +249,9 @@ def add_rms_norm(
 
 def _gated(name: str, x: torch.Tensor, out: torch.Tensor | None, threads: int | None) -> torch.Tensor:
     if x.dim() != 2 or x.shape[1] % 2 or x.stride(1) != 1:
-        raise ValueError(f"{name}: gate_up must be [T, 2 I], contiguous within a row, not {tuple(x.shape)} {x.stride()}")
+        raise ValueError(
+            f"{name}: gate_up must be [T, 2 I], contiguous within a row, not {tuple(x.shape)} {x.stride()}"
+        )
     rows, columns = x.shape[0], x.shape[1] // 2
     if out is None:
         out = torch.empty((rows, columns), dtype=x.dtype)
@@ -276,6 +278,8 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None, *, threads:
     return _gated("silu_mul", gate_up, out, threads)
 
 
-def gelu_tanh_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None, *, threads: int | None = None) -> torch.Tensor:
+def gelu_tanh_mul(
+    gate_up: torch.Tensor, out: torch.Tensor | None = None, *, threads: int | None = None
+) -> torch.Tensor:
     """gelu(gate, tanh approximation) * up for gate_up [T, 2 I] = (gate | up), as [T, I]."""
     return _gated("gelu_tanh_mul", gate_up, out, threads)

@@ -1,8 +1,9 @@
 """Linear layers on a CPU: weights packed into panels once, bf16 or f32 in memory, all arithmetic in float32.
 
-A panel holds NR = 2 vectors of output columns: [K, NR], contiguous, so that every batch size reads the weights once and in
-order. A tile keeps the sums of up to 6 (12 with 32 vector registers) rows by NR columns in registers over the whole of K. Each output element is one
-chain of fused multiply-adds over ascending k, whatever the batch: the bits of a row do not depend on the other rows.
+A panel holds NR = 2 vectors of output columns: [K, NR], contiguous, so that every batch size reads the weights once and
+in order. A tile keeps the sums of up to 6 (12 with 32 vector registers) rows by NR columns in registers over the whole
+of K. Each output element is one chain of fused multiply-adds over ascending k, whatever the batch: the bits of a row do
+not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _TILE_PARAMS = [
 
 
 def tile_panels(target: Target, rows: int) -> int:
-    """How many panels a tile of few rows takes at once: enough independent sums to hide the latency of fma, no spills."""
+    """How many panels a tile of few rows takes at once: enough independent sums to hide the latency of fma."""
     sums = 8 if target.registers < 32 else 16
     return max(1, min(4, sums // (2 * rows)))
 
@@ -119,7 +120,7 @@ def _fill(panels: torch.Tensor, rows: torch.Tensor, width: int) -> None:
 
 
 def _tile(module: Module, rows: int, panels: int, wdtype: str, odtype: str) -> Function:
-    """A function for `rows` x (`panels` * NR) outputs; x, w, bias (may be null) and out point at the tile's first elements."""
+    """A function for `rows` x (`panels` * NR) outputs; x, w, bias (or null) and out point at the tile's first elements."""
     fn = module.function(f"tile_{rows}x{panels}", _TILE_PARAMS)
     width = module.target.width
     nr = 2 * width
@@ -218,7 +219,9 @@ class _Driver:
                     with inside:
                         fn.switch(size, {n: functools.partial(self.whole, f, at, panel) for n, f in singles.items()})
                     with last_panel:
-                        fn.switch(size, {n: functools.partial(self.padded, f, n, at, panel) for n, f in singles.items()})
+                        fn.switch(
+                            size, {n: functools.partial(self.padded, f, n, at, panel) for n, f in singles.items()}
+                        )
                 done.set(start + size)
 
 
@@ -267,8 +270,8 @@ def linear(
 ) -> torch.Tensor:
     """x [M, K] (float32 or bfloat16) times the packed weight, plus bias [N], as [M, N].
 
-    Everything is summed in float32 and rounded once. The result has `out`'s dtype, else `out_dtype`, else that of x. Rows
-    of x and out may be strided, their elements not. A float32 bias and float32 x are used as they are; others are
+    Everything is summed in float32 and rounded once. The result has `out`'s dtype, else `out_dtype`, else that of x.
+    Rows of x and out may be strided, their elements not. A float32 bias and float32 x are used as they are; others are
     converted by each call. `threads` is torch's setting unless given; it does not change a bit of the result.
     Raises ValueError when shapes or strides do not fit.
     """
@@ -286,7 +289,9 @@ def linear(
         x = x.float()
     if x.stride(1) != 1:
         x = x.contiguous()
-    if bias is not None and (bias.dtype is not torch.float32 or not bias.is_contiguous()):
+    if bias is not None:
+        if bias.shape != (n,):
+            raise ValueError(f"linear: bias must be [{n}], not {tuple(bias.shape)}")
         bias = bias.float().contiguous()
     target = host_target()
     threads = team_size(threads)

@@ -1,8 +1,9 @@
-"""Attention over a paged KV cache on a CPU: prefill, chunked prefill and decode in one kernel that reads blocks in place.
+"""Attention over a paged KV cache on a CPU: prefill, chunked prefill and decode in one kernel that reads blocks in
+place.
 
-The context of a query is taken in chunks of 128 tokens, counted from token 0. Within a chunk: scores, their maximum, the
-exponentials and their sum, the weighted sum of the values; then the chunk is merged into the row's running result. The
-order of operations for a query position is therefore the same whatever else is in the batch, however the prompt was
+The context of a query is taken in chunks of 128 tokens, counted from token 0. Within a chunk: scores, their maximum,
+the exponentials and their sum, the weighted sum of the values; then the chunk is merged into the row's running result.
+The order of operations for a query position is therefore the same whatever else is in the batch, however the prompt was
 chunked and whichever thread does it: the bits of a row depend on nothing but the row. All arithmetic is float32.
 """
 
@@ -42,13 +43,15 @@ def plan_attention(
 ) -> AttentionPlan:
     """Checks a step's geometry and splits it into items; once a step, for all layers of one group size.
 
-    query_start_loc int32 [R + 1]: the tokens of sequence r are query_start_loc[r] .. query_start_loc[r + 1] - 1, the last
-    ones of its seq_lens[r] (int32 [R]) tokens of context. block_table int32 [R, >= ceil(seq_len / block_size)], rows may be
-    strided. The values are read now and by each call: do not change them in between.
+    query_start_loc int32 [R + 1]: the tokens of sequence r are query_start_loc[r] .. query_start_loc[r + 1] - 1, the
+    last ones of its seq_lens[r] (int32 [R]) tokens of context. block_table int32 [R, >= ceil(seq_len / block_size)],
+    rows may be strided. The values are read now and by each call: do not change them in between.
     """
     for name, tensor in (("query_start_loc", query_start_loc), ("seq_lens", seq_lens), ("block_table", block_table)):
         if tensor.dtype is not torch.int32 or tensor.stride(-1) != 1:
-            raise ValueError(f"attention: {name} must be int32 with contiguous rows, not {tensor.dtype} {tensor.stride()}")
+            raise ValueError(
+                f"attention: {name} must be int32 with contiguous rows, not {tensor.dtype} {tensor.stride()}"
+            )
     starts, lengths = query_start_loc.numpy(), seq_lens.numpy()
     if len(starts) != len(lengths) + 1 or block_table.shape[0] < len(lengths):
         raise ValueError(
@@ -58,7 +61,9 @@ def plan_attention(
     rows = (starts[1:] - starts[:-1]) * np.int32(group)
     tiles = -(-rows // TILE_ROWS)
     seqs = np.arange(tiles.size, dtype=np.int32).repeat(tiles)
-    first_rows = (np.arange(seqs.size, dtype=np.int32) - (tiles.cumsum(dtype=np.int32) - tiles)[seqs]) * np.int32(TILE_ROWS)
+    first_rows = (np.arange(seqs.size, dtype=np.int32) - (tiles.cumsum(dtype=np.int32) - tiles)[seqs]) * np.int32(
+        TILE_ROWS
+    )
     # What a tile costs: its rows times the context; later tiles of a sequence see more of it, hence the small addend.
     cost = lengths[seqs].astype(np.int64) * np.minimum(rows[seqs] - first_rows, TILE_ROWS) + first_rows
     order = (-cost).argsort(kind="stable")
@@ -86,8 +91,8 @@ class PagedAttention:
     """Attention of one layer, checked and compiled once; a call costs a few microseconds of Python.
 
     causal: a token sees itself and earlier ones, else the whole context. window > 0: only the last `window` of those,
-    itself included. soft_cap > 0: scores become soft_cap * tanh(score / soft_cap). Block sizes that are a multiple of 16
-    are read in place, others through a copy.
+    itself included. soft_cap > 0: scores become soft_cap * tanh(score / soft_cap). Block sizes that are a multiple of
+    16 are read in place, others through a copy.
     """
 
     def __init__(
@@ -111,9 +116,7 @@ class PagedAttention:
         self.cache = cache
         self.dtype = dtype
         self._width = heads * cache.d
-        self._native = _native(
-            host_target(), Shape(cache.d, cache.block_size, self.group, DTYPES[dtype], cache.dtype)
-        )
+        self._native = _native(host_target(), Shape(cache.d, cache.block_size, self.group, DTYPES[dtype], cache.dtype))
         self._options = (int(causal), window, scale, soft_cap)
 
     def __call__(
@@ -138,7 +141,9 @@ class PagedAttention:
                 )
         ldq, ldo = q.stride(0), out.stride(0)
         if tokens > 1 and (ldq < self._width or ldo < self._width):
-            raise ValueError(f"attention: tokens of q and out must be {self._width} apart at least, not {ldq} and {ldo}")
+            raise ValueError(
+                f"attention: tokens of q and out must be {self._width} apart at least, not {ldq} and {ldo}"
+            )
         self._native(
             q.data_ptr(),
             out.data_ptr(),

@@ -34,13 +34,13 @@ class PagedCache:
         blocks, kv_heads, d, block_size = key_cache.shape
         if value_cache.shape != (blocks, kv_heads, block_size, d):
             raise ValueError(
-                "a KV cache is [blocks, kv_heads, D, block_size] for keys and [blocks, kv_heads, block_size, D] for values, "
-                f"not {tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
+                "a KV cache is [blocks, kv_heads, D, block_size] for keys and [blocks, kv_heads, block_size, D] for "
+                f"values, not {tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
             )
         inner = d * block_size
         if key_cache.stride()[1:] != (inner, block_size, 1) or value_cache.stride()[1:] != (inner, d, 1):
             raise ValueError(
-                f"the blocks of a KV cache must be contiguous, not of strides {key_cache.stride()}, {value_cache.stride()}"
+                f"blocks of a KV cache must be contiguous, not of strides {key_cache.stride()}, {value_cache.stride()}"
             )
         if key_cache.dtype is not value_cache.dtype:
             raise TypeError(f"keys and values must be cached in one dtype, not {key_cache.dtype}, {value_cache.dtype}")

@@ -37,7 +37,7 @@ _PARAMS = [
 
 
 def _rotate(team: Team, heads: Buffer, count: Val, angles: Buffer) -> None:
-    """Rotates `count` heads that lie one after the other; `angles` is the token's row of the cache: cosines, then sines."""
+    """Rotates `count` heads that lie one after the other; `angles` is the token's row of cosines and sines."""
     fn = team.fn
     width = fn.target.width
     half = team.arg["rotated"] // 2
@@ -113,12 +113,16 @@ def _native(target: Target, dtype: str, cache_dtype: str) -> Native:
 
 def _check_tokens(op: str, name: str, x: torch.Tensor) -> None:
     if x.dim() != 3 or x.stride(2) != 1 or (x.stride(1) != x.shape[2] and x.shape[1] != 1):
-        raise ValueError(f"{op}: {name} must be [T, heads, D] with contiguous tokens, not {tuple(x.shape)} {x.stride()}")
+        raise ValueError(
+            f"{op}: {name} must be [T, heads, D] with contiguous tokens, not {tuple(x.shape)} {x.stride()}"
+        )
 
 
 def _check_vector(op: str, name: str, x: torch.Tensor, tokens: int) -> None:
     if x.dtype is not torch.int64 or x.shape[0] != tokens or x.stride(0) != 1:
-        raise ValueError(f"{op}: {name} must be contiguous int64 [{tokens}], not {x.dtype} {tuple(x.shape)} {x.stride()}")
+        raise ValueError(
+            f"{op}: {name} must be contiguous int64 [{tokens}], not {x.dtype} {tuple(x.shape)} {x.stride()}"
+        )
 
 
 def _check_angles(op: str, cos_sin: torch.Tensor, d: int) -> None:
@@ -207,8 +211,7 @@ def rope_write_kv(
     """Rotates q [T, H, D] and k [T, KVH, D] in place, then writes k and v [T, KVH, D] to the cache.
 
     q, k, v: float32 or bfloat16 of one dtype, views of the fused qkv output allowed (each token contiguous).
-    positions: int64 [T]. cos_sin: float32 [max_position, R], cosines in the first R / 2 columns and sines in the others;
-    the first R <= D components of a head are rotated, pairing i with i + R / 2.
+    positions: int64 [T]. cos_sin: float32 [max_position, R], cosines in the first R / 2 columns, sines in the others; the first R <= D components of a head are rotated, pairing i with i + R / 2.
     key_cache, value_cache: see `PagedCache`.
     slot_mapping: int64 [T], block * block_size + offset; a negative slot writes nothing.
     """

@@ -149,11 +149,11 @@ class TransformersModel(Model):
             raise refusal(model_class, f"a trial run failed: {type(error).__name__}: {error}") from error
         finally:
             self._model.set_attn_implementation(ROUTED)
-        error = disagreement(found, expected)
-        if error > tolerance(self._context.torch_dtype):
+        difference = disagreement(found, expected)
+        if difference > tolerance(self._context.torch_dtype):
             raise refusal(
                 model_class,
-                f"with the engine's attention its logits are off by {error:.2g}, so it mixes tokens by other means",
+                f"with the engine's attention its logits are off by {difference:.2g}, so it mixes tokens by other means",
             )
 
 
