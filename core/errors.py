@@ -1,4 +1,4 @@
-"""The errors that reach a reader. Each says what is wrong, with which value, and what to do; the CLI prints them without a traceback."""
+"""The errors that reach a reader. Each says what is wrong, with which value, and what to do; the CLI shows no traceback."""
 
 from __future__ import annotations
 

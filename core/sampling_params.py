@@ -93,7 +93,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens ({self.min_tokens}) must not be larger than max_tokens ({self.max_tokens})", param="min_tokens"
+                f"min_tokens ({self.min_tokens}) must not be larger than max_tokens ({self.max_tokens})",
+                param="min_tokens",
             )
         for name in ("logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
             value = getattr(self, name)
@@ -108,10 +109,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
-                raise RequestError("allowed_token_ids must not be empty: no token could be drawn", param="allowed_token_ids")
+                raise RequestError(
+                    "allowed_token_ids must not be empty: no token could be drawn", param="allowed_token_ids"
+                )
             _token_ids("allowed_token_ids", self.allowed_token_ids, 2**20)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise RequestError(f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}", param="logit_bias")
+            raise RequestError(
+                f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}", param="logit_bias"
+            )
         _token_ids("logit_bias", list(self.logit_bias), MAX_LOGIT_BIAS)
         for value in self.logit_bias.values():
             _number("logit_bias", value, -100.0, 100.0)
@@ -149,7 +154,9 @@ def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = 
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise RequestError(f"{name} must be a finite number, got {value!r:.80}", param=name)
     if value > high or value < low or (open_low and value == low):
-        raise RequestError(f"{name} must be {'above' if open_low else 'at least'} {low} and at most {high}, got {value}", param=name)
+        raise RequestError(
+            f"{name} must be {'above' if open_low else 'at least'} {low} and at most {high}, got {value}", param=name
+        )
 
 
 def _strings(name: str, values: Any, max_count: int, max_chars: int) -> None:

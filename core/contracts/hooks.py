@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import pluggy
 
@@ -16,4 +16,4 @@ _marker = pluggy.HookimplMarker(HOOK_PROJECT)
 
 def hookimpl(function: HookT) -> HookT:
     """Marks `function`, named `hotswap_<kind>`, as this plugin's answer to that hook."""
-    return cast(HookT, _marker(function))
+    return _marker(function)

@@ -7,8 +7,8 @@ contiguous). Kernels are called on the worker's device thread and must not keep 
 linear          a `LinearKernel` object: packs a weight once, then multiplies.
 rms_norm        (x [T, D], weight [D], eps) -> [T, D]; computed in float32, `weight` applied after the cast back to x.dtype
 add_rms_norm    (x [T, D], residual [T, D], weight [D], eps) -> normed [T, D]; residual += x in place
-rope            (q [T, H, D] row-strided, k [T, KVH, D] row-strided, positions int64 [T], cos_sin float32 [max_pos, D_rot]) -> None,
-                rotates in place, half-rotation ("neox") pairs over the first D_rot dimensions; cos_sin holds cos | sin halves
+rope            (q [T, H, D] row-strided, k [T, KVH, D] row-strided, positions int64 [T],
+                cos_sin float32 [max_pos, D_rot]) -> None; rotates in place, half-rotation ("neox") pairs over the first D_rot dimensions; cos_sin holds cos | sin halves
 silu_mul        (gate_up [T, 2 I]) -> [T, I]: silu(gate) * up
 gelu_tanh_mul   (gate_up [T, 2 I]) -> [T, I]
 """
@@ -53,7 +53,7 @@ class LinearKernel(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelProvider(Provider[Any]):
-    """op: one of OPS. Provider names must be unique per op; `build` returns a LinearKernel or a callable with the op's signature."""
+    """op: one of OPS. Names are unique per op; `build` returns a LinearKernel, or a callable with the op's signature."""
 
     op: str
 

@@ -26,7 +26,7 @@ class ForwardContext(Protocol):
     """What a step offers to the layers. Valid during one forward only."""
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Writes key/value [T, KVH, D] of this step to the layer's cache, then attends: query [T, H, D] -> [T, H, head_dim_v]."""
+        """Writes this step's key/value [T, KVH, D] to the layer's cache, then attends: query [T, H, D] -> [T, H, head_dim_v]."""
         ...
 
 
@@ -50,7 +50,9 @@ class LoadReport:
 class Model(ABC):
     """The contract. T tokens in the flat batch, H hidden size, V logits width."""
 
-    packed_modules: dict[str, tuple[str, ...]] = {}  # fused module -> its parts in the checkpoint ("qkv_proj": ("q_proj", ...))
+    packed_modules: dict[
+        str, tuple[str, ...]
+    ] = {}  # fused module -> its parts in the checkpoint ("qkv_proj": ("q_proj", ...))
     chunkable: bool = True  # False for bidirectional encoders: a prompt must then be computed in one step
 
     @abstractmethod
@@ -102,7 +104,7 @@ class ModelContext(BuildContext):
     """What a model is built from.
 
     hf_config: config.json's content. ops: the chosen kernels. model_path: the local checkpoint (for code in the fallback).
-    torch_dtype: of weights and KV cache. activation_dtype: of what flows between layers, which the kernels were chosen for; None
+    torch_dtype: of weights and KV cache. activation_dtype: of what flows between layers, which kernels were chosen for; None
     means torch_dtype. A model that cannot separate the two may compute in torch_dtype throughout.
     """
 

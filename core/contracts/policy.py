@@ -118,7 +118,7 @@ class Policy(ABC):
         """Every waiting request in any order; for a swap of policies and for introspection, never called per step."""
 
     def share(self, view: RequestView, budget: Budget) -> int:
-        """The most tokens that this request may have in the step being planned; the core takes the minimum with what is left."""
+        """The most tokens that this request may have in the step being planned; the core never grants more than is left."""
         return budget.num_tokens
 
     def shed(self) -> Iterable[Shed]:

@@ -59,7 +59,9 @@ class BuildContext:
     logger: logging.Logger = field(default_factory=lambda: logging.getLogger("hotswap"))
     metrics_namespace: str = "hotswap"
     cache_dir: Path = Path("~/.cache/hotswap")
-    resolve: Callable[[str, str], Any] | None = None  # resolve(kind, name) -> built object; for the few cross-kind needs
+    resolve: Callable[[str, str], Any] | None = (
+        None  # resolve(kind, name) -> built object; for the few cross-kind needs
+    )
 
 
 def always_available(context: BuildContext) -> Sequence[str]:

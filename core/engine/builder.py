@@ -1,4 +1,4 @@
-"""Builds the engine inside its process: device, kernels, model, weights, cache, scheduler. Each step needs the ones before it."""
+"""Builds the engine inside its process: device, kernels, model, weights, cache, scheduler, each out of those before it."""
 
 from __future__ import annotations
 
@@ -133,7 +133,9 @@ class EngineBuilder:
         if len(names) != 1:
             raise ModelLoadError(f"{self._checkpoint.path}: config.json must name one architecture, it names {names!r}")
         if self._checkpoint.needs_remote_code and not self._config.model.trust_remote_code:
-            logger.info("%s names Python code of its own; it is not run (--trust-remote-code is off)", self._checkpoint.path)
+            logger.info(
+                "%s names Python code of its own; it is not run (--trust-remote-code is off)", self._checkpoint.path
+            )
         return str(names[0])
 
     def _dtype(self, platform: Platform) -> str:
@@ -148,15 +150,14 @@ class EngineBuilder:
         config = self._checkpoint.config
         inner = config.get("text_config") or config
         from_model = next(
-            (int(inner[key]) for key in ("max_position_embeddings", "n_positions", "max_seq_len") if inner.get(key)), None
+            (int(inner[key]) for key in ("max_position_embeddings", "n_positions", "max_seq_len") if inner.get(key)),
+            None,
         )
         asked = self._config.model.max_model_len
         if asked is None:
             return from_model or DEFAULT_MAX_MODEL_LEN
         if from_model is not None and asked > from_model:
-            raise UsageError(
-                f"--max-model-len {asked}: the model was made for {from_model} tokens; give at most that"
-            )
+            raise UsageError(f"--max-model-len {asked}: the model was made for {from_model} tokens; give at most that")
         return asked
 
     def _ops(self, dtype: str) -> OpTable:
@@ -231,7 +232,9 @@ class EngineBuilder:
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal done
-            made = self._checkpoint.weights_for(model.weight_specs(), dtype, self._config.model.seed, self._torch_device)
+            made = self._checkpoint.weights_for(
+                model.weight_specs(), dtype, self._config.model.seed, self._torch_device
+            )
             for name, tensor in made:
                 yield name, tensor
                 done += tensor.numel() * tensor.element_size()

@@ -7,6 +7,7 @@ while the consumer sleeps are merged, so a slow reader costs memory for its own 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -328,10 +329,8 @@ class EngineClient:
         status = self._process.wait()
         # A dying engine's last message is still on its way; what it says goes before what its exit status says.
         time.sleep(0.2)
-        try:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
             loop.call_soon_threadsafe(self._on_exit, status)
-        except RuntimeError:
-            pass  # the loop is closed: nobody is left to be told
 
     def _on_exit(self, status: int) -> None:
         if self._death is None:

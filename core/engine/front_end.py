@@ -29,7 +29,9 @@ _GENERATION_NAMES = {
 class FrontEnd:
     """Built once the checkpoint is open; `connect` completes it when the engine's facts are known. No torch here."""
 
-    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, tokenizer_checkpoint: Checkpoint | None = None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, config: EngineConfig, tokenizer_checkpoint: Checkpoint | None = None
+    ) -> None:
         self._config = config
         text_source = tokenizer_checkpoint or checkpoint
         self.tokenizer: Tokenizer | None = None

@@ -83,7 +83,8 @@ class InputProcessor:
         window = self._info.max_model_len
         if len(ids) >= window:
             raise RequestError(
-                f"the prompt has {len(ids)} tokens, but the context window is {window} tokens and at least one must be left to answer",
+                f"the prompt has {len(ids)} tokens, but the context window is {window} tokens and at least one must be "
+                "left to answer",
                 param="prompt",
                 code="context_length_exceeded",
             )

@@ -5,6 +5,7 @@ The pipe stays open for as long as the parent lives; the engine ends when it clo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 import msgspec
 
@@ -36,7 +37,7 @@ class EngineSetup(msgspec.Struct):
     output_address: str
 
 
-def write_setup(stream: BinaryIO, setup: EngineSetup) -> None:
+def write_setup(stream: IO[bytes], setup: EngineSetup) -> None:
     """One length-prefixed message."""
     payload = msgspec.msgpack.encode(setup)
     stream.write(_LENGTH.pack(len(payload)) + payload)
@@ -77,10 +78,8 @@ class EngineProcess:
         stream = self._child.stdin
         if stream is None:
             raise RuntimeError("the engine process was started without a pipe")
-        try:
+        with contextlib.suppress(BrokenPipeError):  # the exit status says it better than the pipe
             write_setup(stream, setup)
-        except BrokenPipeError:
-            pass  # the exit status says it better than the pipe
 
     def wait(self) -> int:
         """Blocks until the child ends; its exit status."""
@@ -92,10 +91,8 @@ class EngineProcess:
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the child: the closed pipe asks, SIGKILL insists. Idempotent."""
         if self._child.stdin is not None:
-            try:
+            with contextlib.suppress(BrokenPipeError):  # it is gone already
                 self._child.stdin.close()
-            except BrokenPipeError:
-                pass  # it is gone already
         try:
             self._child.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -29,7 +29,9 @@ class LLM:
     Raises UsageError, PluginError or ModelLoadError with one line that says what to do.
     """
 
-    builtins: ClassVar[tuple[str, ...]] = ()  # the built-in plugins' modules; the facade's LLM fills it, the core names none
+    builtins: ClassVar[
+        tuple[str, ...]
+    ] = ()  # the built-in plugins' modules; the facade's LLM fills it, the core names none
 
     def __init__(self, model: str | None = None, *, plugins: Sequence[str] = (), **settings: Any) -> None:
         from .assembly import make_manager
@@ -148,7 +150,9 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.shutdown()
 
     def _check_open(self) -> None:
@@ -250,7 +254,11 @@ class _Progress:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
             self._bar = Progress(
-                TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[rate]}")
+                TextColumn("requests"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[rate]}"),
             )
             self._bar.start()
             self._task = self._bar.add_task("requests", total=self._total, rate="")

@@ -1,6 +1,7 @@
 """From the engine's updates to what a caller reads: text, stop strings, logprobs, choices put together.
 
-One `RequestState` per caller's request, one `_Choice` per engine request under it. Used by the async client and by the offline LLM.
+One `RequestState` per caller's request, one `_Choice` per engine request under it.
+Used by the async client and by the offline LLM.
 """
 
 from __future__ import annotations

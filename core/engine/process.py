@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from typing import BinaryIO
 
 import msgspec
@@ -162,7 +161,7 @@ def main() -> int:
         logger.debug("%s", traceback.format_exc())
         link.send(Dead(str(error), error.exit_code))
         return error.exit_code
-    except BaseException as error:  # the last frame of this process: whatever it was must reach the front end
+    except BaseException as error:  # noqa: BLE001  # the last frame of this process: whatever it was must reach the front end
         logger.error("the engine stops: %s", root_cause(error))
         traceback.print_exc()
         link.send(Dead(root_cause(error)))
@@ -177,7 +176,10 @@ def _start(setup: EngineSetup, link: FrontLink) -> EngineCore:
     config = EngineConfig.from_json(setup.config)
     configure_logging(config.log_level)
     manager = load_manager(setup.plugins)
-    report: Callable[[str, int, int], None] = lambda what, done, total: link.send(StartupProgress(what, done, total))
+
+    def report(what: str, done: int, total: int) -> None:
+        link.send(StartupProgress(what, done, total))
+
     engine = assemble_engine(manager, config, setup.model_path, setup.loader, SystemClock(), report)
     link.send(Ready(engine.info))
     return engine.core
@@ -195,7 +197,10 @@ def root_cause(error: BaseException) -> str:
 def configure_logging(level: str) -> None:
     """One line a record on standard error."""
     logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
+        level=level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
+from ..clock import SystemClock
 from ..compatibility import refuse_incompatible
 from ..config import EngineConfig
-from ..contracts.platform import PlatformContext
+from ..contracts.platform import PlatformContext, PlatformProvider
 from ..contracts.provider import DeviceInfo
-from ..clock import SystemClock
 from ..plugin_manager import PluginManager
 from .assembly import Report, freeze_manager, open_checkpoints, resolve_model
 from .client import EngineClient
@@ -17,7 +19,8 @@ from .launch import EngineProcess, EngineSetup
 def start_engine(config: EngineConfig, manager: PluginManager, report: Report | None = None) -> EngineClient:
     """Fetches the model, starts the engine process and reads tokenizer and template meanwhile.
 
-    manager: loaded, with the operator's choices. Features that do not go together are refused first. The client still has to be started inside an event loop. Raises PluginError, UsageError or ModelLoadError in one line.
+    manager: loaded, with the operator's choices. Features that do not go together are refused first. The client
+    still has to be started inside an event loop. Raises PluginError, UsageError or ModelLoadError in one line.
     """
     refuse_incompatible(config)
     environment = platform_environment(manager, config)
@@ -48,5 +51,5 @@ def platform_environment(manager: PluginManager, config: EngineConfig) -> dict[s
     context = PlatformContext(
         options=None, config=config, device=DeviceInfo(kind="host", name="host"), clock=SystemClock(), role="api"
     )
-    choice = manager.choose("platform", context)
-    return dict(choice.provider.environment())
+    provider = cast(PlatformProvider, manager.choose("platform", context).provider)
+    return provider.environment()

@@ -16,7 +16,7 @@ PROTOCOL_VERSION = 1
 
 
 class EngineRequest(msgspec.Struct, tag="add"):
-    """A request to run. request_id is the front end's own number, unique while the engine lives; the client's label stays outside."""
+    """A request to run. request_id is the front end's own number, unique while the engine lives; a client's label stays out."""
 
     request_id: int
     prompt_token_ids: list[int]

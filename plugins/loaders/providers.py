@@ -30,8 +30,12 @@ def _dummy(context: LoaderContext) -> Loader:
 
 @hookimpl
 def hotswap_loader() -> Iterator[Provider[Loader]]:
-    yield Provider(name="safetensors", build=_safetensors, priority=10, summary="Folders of .safetensors files, sharded or not.")
-    yield Provider(name="gguf", build=_gguf, priority=5, summary="GGUF files, dequantized on load, with their tokenizer.")
+    yield Provider(
+        name="safetensors", build=_safetensors, priority=10, summary="Folders of .safetensors files, sharded or not."
+    )
+    yield Provider(
+        name="gguf", build=_gguf, priority=5, summary="GGUF files, dequantized on load, with their tokenizer."
+    )
     yield Provider(
         name="dummy", build=_dummy, automatic=False, summary="A checkpoint's config with seeded random weights."
     )

@@ -100,7 +100,9 @@ def test_every_mode_gives_the_same_tokens(
             assert llm.stats.num_preemptions_recompute > 0, "the pool was not small enough to force a preemption"
 
 
-def test_prefix_hits_give_the_same_tokens(reference: tuple[list[list[int]], list[list[int]]], smollm2_path: Path) -> None:
+def test_prefix_hits_give_the_same_tokens(
+    reference: tuple[list[list[int]], list[list[int]]], smollm2_path: Path
+) -> None:
     prompts, expected = reference
     with make_llm(smollm2_path) as llm:
         assert run(llm, prompts) == expected

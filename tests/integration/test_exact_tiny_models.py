@@ -55,7 +55,11 @@ def run(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
 
 def make_llm(folder: Path, **settings: Any) -> LLM:
     return LLM(
-        str(folder), dtype="float32", max_model_len=MAX_LEN, block_size=4, **{"num_gpu_blocks_override": 500, **settings}
+        str(folder),
+        dtype="float32",
+        max_model_len=MAX_LEN,
+        block_size=4,
+        **{"num_gpu_blocks_override": 500, **settings},
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from hotswap.core.layers.jit import Module, compile_module, host_target, parallel_function, team_size
 
 
-def counting_kernel() -> Callable[[torch.Tensor, int], None]:
+def counting_kernel() -> Callable[..., None]:
     """f(counts, threads) adds one to each element of counts (int64), after some work that takes a while."""
     params = [("counts", "ptr"), ("n", "i64"), ("work", "i64")]
 

@@ -132,9 +132,7 @@ def test_reference_linear_widens_its_operands_for_float32_logits() -> None:
 
 
 def test_reference_attention_against_loops_in_float64() -> None:
-    layer = AttentionLayer(
-        0, num_heads=4, num_kv_heads=2, head_dim_k=6, head_dim_v=5, scale=0.3, window=3, soft_cap=2.0
-    )
+    layer = AttentionLayer(0, 4, 2, head_dim_k=6, head_dim_v=5, scale=0.3, window=3, soft_cap=2.0)
     query, keys, values = normal(4, 4, 6), normal(9, 2, 6, seed=1), normal(9, 2, 5, seed=2)
     out = reference.attention(query, keys, values, layer)
     for row in range(4):
@@ -234,9 +232,8 @@ def test_weight_map_names_what_is_wrong() -> None:
         fresh().load([("a.weight", torch.zeros(3)), ("a.weight", torch.zeros(3))])
     with pytest.raises(ModelLoadError, match=r"lacks 1 tensor.*a\.weight.*such as model\.a\.weight"):
         fresh().load([("model.a.weight", torch.zeros(3))])
-    report = fresh().load(
-        [("a.weight", torch.zeros(3)), ("c", torch.zeros(1)), ("l.rotary_emb.inv_freq", torch.zeros(1))]
-    )
+    others = [("c", torch.zeros(1)), ("l.rotary_emb.inv_freq", torch.zeros(1))]
+    report = fresh().load([("a.weight", torch.zeros(3)), *others])
     assert report.unexpected == ["c"]
 
 

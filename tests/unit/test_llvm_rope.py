@@ -27,8 +27,9 @@ def angles(positions: int, rotated: int) -> torch.Tensor:
 
 def rotated(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     half = cos_sin.shape[1] // 2
-    cosine, sine = cos_sin[positions].double()[:, None].split(half, -1)
-    a, b, rest = x.double().split([half, half, x.shape[2] - 2 * half], -1)
+    cosine, sine = cos_sin[positions].double()[:, None].chunk(2, -1)
+    wide = x.double()
+    a, b, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
     return torch.cat([a * cosine - b * sine, b * cosine + a * sine, rest], -1).to(x.dtype)
 
 
@@ -53,7 +54,10 @@ def test_rope_write_kv(
 ) -> None:
     tokens = 13
     qkv = random(tokens, (heads + 2 * kv_heads) * d, dtype=dtype)
-    q, k, v = (part.view(tokens, -1, d) for part in qkv.split([heads * d, kv_heads * d, kv_heads * d], 1))
+    split = heads * d, (heads + kv_heads) * d
+    q, k, v = (
+        part.view(tokens, -1, d) for part in (qkv[:, : split[0]], qkv[:, split[0] : split[1]], qkv[:, split[1] :])
+    )
     positions = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(1))
     cos_sin = angles(50, r)
     slots = torch.randperm(5 * block_size, generator=torch.Generator().manual_seed(2))[:tokens] + block_size
@@ -103,8 +107,11 @@ def test_bits_do_not_depend_on_threads_or_batch() -> None:
     for threads, pieces in ((1, [150]), (2, [150]), (2, [1, 60, 89])):
         copy, (key_cache, value_cache) = qkv.clone(), caches(12, 3, 64, 16, torch.bfloat16)
         layer = RopeWriteKV(9, cos_sin, PagedCache.of(key_cache, value_cache), torch.bfloat16)
-        for x, p, s in zip(copy.split(pieces), positions.split(pieces), slots.split(pieces), strict=True):
-            layer(x, p, s, threads=threads)
+        end = 0
+        for size in pieces:
+            part = slice(end, end + size)
+            layer(copy[part], positions[part], slots[part], threads=threads)
+            end += size
         results.append((copy, key_cache, value_cache))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))

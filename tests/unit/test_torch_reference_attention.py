@@ -32,10 +32,8 @@ class Paged:
         order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
         tables = [[order.pop() for _ in range(count)] for count in counts]
         shapes = self.backend.layout.shapes(spec, sum(counts) + 1, block_size)
-        self.cache = (
-            torch.full(shapes[0], float("nan"), dtype=dtype),
-            torch.full(shapes[1], float("nan"), dtype=dtype),
-        )
+        empty = [torch.full(shape, float("nan"), dtype=dtype) for shape in shapes]
+        self.cache = (empty[0], empty[1])
         self.keys = [normal(length, kv_heads, layer.head_dim_k) for _, length in CONTEXTS]
         self.values = [normal(length, kv_heads, layer.head_dim_v) for _, length in CONTEXTS]
         total = sum(new for new, _ in CONTEXTS)

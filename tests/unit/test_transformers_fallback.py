@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from hotswap.plugins.models.transformers_fallback import hotswap_model
 from hotswap.plugins.models.transformers_fallback import model as model_module
 from hotswap.plugins.models.transformers_fallback.examine import pin_rope
 from hotswap.plugins.models.transformers_fallback.model import TransformersModel
+from hotswap.plugins.models.transformers_fallback.routing import RoutedLayer
 from hotswap.plugins.quantization.none.method import PlainQuantization
 
 PROMPT = torch.randint(4, 300, (40,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -29,6 +30,15 @@ MAX_LEN = 96
 GENERATED = ("gpt-neox", "starcoder2", "opt")  # compared with `generate` too; the others by one forward
 
 Folders = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny products gain nothing from threads, and lose a lot where other tests run beside these."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -137,14 +147,14 @@ def test_the_self_check_finds_state_that_attention_does_not_carry(
     """falcon-h1 has a state-space mixer beside attention in every layer. If nothing else had stopped it, this would."""
     monkeypatch.setattr(examine_module, "_LAYER_TYPES", {*examine_module._LAYER_TYPES, "hybrid"})
     model = build(folder_of("falcon-h1"))
-    with pytest.raises(ModelLoadError, match="its logits are off by .*, so it mixes tokens by other means"):
+    with pytest.raises(ModelLoadError, match=r"its logits are off by .*: it mixes tokens by other means"):
         model.load_weights(read_safetensors(folder_of("falcon-h1")))
 
 
 def test_the_self_check_finds_attention_that_is_routed_wrongly(
     folder_of: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Wrong(model_module.RoutedLayer):
+    class Wrong(RoutedLayer):
         def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: Any) -> Tensor:
             return super().__call__(module, query * 1.05, key, value, mask, kwargs)
 

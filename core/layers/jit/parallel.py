@@ -13,8 +13,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from .builder import I32, I64, PARAM, PTR, Buffer, Function, Module, Val
+from .builder import Buffer, Function, Module
 from .pool import RUN, thread_pool
+from .values import I32, I64, PARAM, PTR, Val
 
 # The shared counter has cache lines of its own: 64-bit words of padding around it.
 _PADDING = 16

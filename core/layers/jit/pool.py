@@ -1,4 +1,4 @@
-"""The threads of generated code: helpers that join the caller's work while there is some and are not waited for in vain.
+"""The threads of generated code: helpers that join the caller's work while there is some, and are not waited for else.
 
 A job is a function that takes items from a counter until none is left. The caller runs it too. When it finds no more
 items it closes the job and waits only for helpers that are inside, that is, in the middle of an item. A helper that the
@@ -23,9 +23,10 @@ import llvmlite.binding as llvm
 import torch
 from llvmlite import ir
 
-from .builder import I32, I64, PTR, Buffer, Function, Module, Val
+from .builder import Buffer, Function, Module
 from .compiler import CompiledModule, compile_module
 from .target import Target, host_target
+from .values import I32, I64, PTR, Val
 
 RUN = "hotswap_pool_run"
 

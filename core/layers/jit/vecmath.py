@@ -6,7 +6,7 @@ exp: x = n ln2 + r with |r| <= ln2 / 2, and exp(r) = 1 + r + r^2 g(r), where g i
 
 from __future__ import annotations
 
-from .builder import Val
+from .values import Val
 
 _POLYNOMIAL = (
     0.0013814598475139512,

@@ -13,7 +13,6 @@ from hotswap.core.contracts.attention import (
     KVLayout,
     LayerCache,
 )
-
 from hotswap.plugins.kernels.llvm_cpu.paged_attention import AttentionPlan, PagedAttention, plan_attention
 from hotswap.plugins.kernels.llvm_cpu.paged_cache import PagedCache
 from hotswap.plugins.kernels.llvm_cpu.rope import write_kv

@@ -49,8 +49,8 @@ class CpuPlatform(Platform):
         return {"float32": "float32", "float16": "float32"}.get(checkpoint_dtype, "bfloat16")
 
     def activation_dtype(self, dtype: str) -> str:
-        """float32 for bfloat16 weights: the kernels convert weights in registers and sum in float32 whatever comes in, so rounding
-        the activations in between would cost time and, measured on SmolLM2, six times the error in the logits."""
+        """float32 for bfloat16 weights: the kernels convert weights in registers and sum in float32 whatever comes in, so to
+        round the activations in between would cost time and, measured on SmolLM2, six times the error in the logits."""
         return "float32" if dtype == "bfloat16" else dtype
 
     def memory(self) -> MemorySnapshot:

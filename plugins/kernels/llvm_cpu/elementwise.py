@@ -1,4 +1,4 @@
-"""Norms and gated activations on a CPU. float32 or bfloat16 in memory, float32 arithmetic, one rounding at the end."""
+"""Norms and gated activations on a CPU: float32 or bfloat16 in memory, float32 arithmetic."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ import functools
 
 import torch
 
-from hotswap.core.layers.jit import Buffer, Function, Module, Target, Team, Val, host_target, parallel_function, sigmoid
+from hotswap.core.layers.jit import (
+    Buffer,
+    Function,
+    Module,
+    Target,
+    Team,
+    Val,
+    host_target,
+    parallel_function,
+    sigmoid,
+    through_bf16,
+)
 
 from .common import Native, compiled, dtype_name, threads_for
 
@@ -60,7 +71,7 @@ def _inverse_rms(team: Team, x: Buffer, residual: Buffer | None) -> Val:
     return 1.0 / fn.sqrt(mean + team.arg["eps"])
 
 
-def _norm_function(module: Module, name: str, dtype: str, wdtype: str, *, add: bool) -> None:
+def _norm_function(module: Module, name: str, dtype: str, wdtype: str, *, add: bool, wide: bool) -> None:
     width = module.target.width
     with parallel_function(module, name, _NORM_PARAMS) as team:
         fn, arg = team.fn, team.arg
@@ -77,20 +88,23 @@ def _norm_function(module: Module, name: str, dtype: str, wdtype: str, *, add: b
 
                 def emit(index: Val, lanes: int) -> None:
                     factor = weight.load(index, lanes) + arg["offset"].splat(lanes)
-                    out.store(source.load(index, lanes) * scale.splat(lanes) * factor, index)
+                    value = source.load(index, lanes) * scale.splat(lanes)
+                    if dtype == "bf16" and not wide:
+                        value = through_bf16(value)
+                    out.store(value * factor, index)
 
-                wide = arg["h"] - arg["h"] % width
-                with fn.loop(0, wide, width) as index:
+                vectors = arg["h"] - arg["h"] % width
+                with fn.loop(0, vectors, width) as index:
                     emit(index, width)
-                with fn.loop(wide, arg["h"]) as index:
+                with fn.loop(vectors, arg["h"]) as index:
                     emit(index, 1)
 
 
-def build_norm(target: Target, dtype: str, wdtype: str, *, add: bool) -> Module:
+def build_norm(target: Target, dtype: str, wdtype: str, *, add: bool, wide: bool) -> Module:
     """The module of `rms_norm` or, with `add`, `add_rms_norm`: activations `dtype`, weights `wdtype`."""
     name = "add_rms_norm" if add else "rms_norm"
     module = Module(f"{name}_{dtype}_{wdtype}", target)
-    _norm_function(module, name, dtype, wdtype, add=add)
+    _norm_function(module, name, dtype, wdtype, add=add, wide=wide)
     return module
 
 
@@ -135,9 +149,9 @@ def build_gate(target: Target, name: str, dtype: str) -> Module:
 
 
 @functools.cache
-def _norm(target: Target, dtype: str, wdtype: str, add: bool) -> Native:
+def _norm(target: Target, dtype: str, wdtype: str, add: bool, wide: bool) -> Native:
     def build() -> Module:
-        return build_norm(target, dtype, wdtype, add=add)
+        return build_norm(target, dtype, wdtype, add=add, wide=wide)
 
     return compiled(build, "add_rms_norm" if add else "rms_norm", _NORM_PARAMS)
 
@@ -149,11 +163,12 @@ def _gate(target: Target, name: str, dtype: str) -> Native:
 
 def _rows(op: str, name: str, x: torch.Tensor) -> tuple[int, int]:
     """(rows per outer index, outer stride) of [T, H] or [T, heads, H] whose only gaps are between outer rows."""
-    if x.stride(-1) == 1:
-        if x.dim() == 2:
-            return 1, x.stride(0)
-        if x.dim() == 3 and (x.stride(1) == x.shape[2] or x.shape[1] == 1):
-            return x.shape[1], x.stride(0)
+    stride = x.stride()
+    if stride[-1] == 1:
+        if len(stride) == 2:
+            return 1, stride[0]
+        if len(stride) == 3 and (stride[1] == x.shape[2] or x.shape[1] == 1):
+            return x.shape[1], stride[0]
     raise ValueError(
         f"{op}: {name} must be [T, H] or [T, heads, H], contiguous within a row, not {tuple(x.shape)} {x.stride()}"
     )
@@ -165,13 +180,16 @@ def rms_norm(
     eps: float,
     out: torch.Tensor | None = None,
     *,
+    wide: bool = False,
     weight_offset: float = 0.0,
     threads: int | None = None,
 ) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * (weight + weight_offset) over the last dimension.
 
-    x is [T, H], or [T, heads, H] for a norm of each head; rows may be strided. `out` has x's shape and dtype and may be x.
-    `weight_offset` is 1.0 for gemma's weights. A row's bits do not depend on the other rows.
+    x is [T, H], or [T, heads, H] for a norm of each head; rows may be strided. `out` has x's shape and dtype and may be
+    x.
+    In bfloat16 the normalised value is rounded before the weight multiplies, and the product again; with `wide` (gemma,
+    olmo2) only the product is. `weight_offset` is 1.0 for gemma's weights. A row's bits do not depend on other rows.
     """
     inner, ldx = _rows("rms_norm", "x", x)
     if out is None:
@@ -183,7 +201,7 @@ def rms_norm(
     if weight.shape != (h,) or weight.stride(0) != 1:
         raise ValueError(f"rms_norm: weight must be [{h}] and contiguous, not {tuple(weight.shape)}")
     rows = x.shape[0] * inner
-    function = _norm(host_target(), dtype_name("rms_norm", x), dtype_name("rms_norm", weight), False)
+    function = _norm(host_target(), dtype_name("rms_norm", x), dtype_name("rms_norm", weight), False, wide)
     function(
         x.data_ptr(),
         weight.data_ptr(),
@@ -209,12 +227,14 @@ def add_rms_norm(
     eps: float,
     out: torch.Tensor | None = None,
     *,
+    wide: bool = False,
     weight_offset: float = 0.0,
     threads: int | None = None,
 ) -> torch.Tensor:
     """residual += x, in place and rounded to its dtype; returns the rms_norm of the new residual.
 
-    x, residual and out are [T, H] of one dtype, with strided rows allowed; `out` may be x.
+    x, residual and out are [T, H] of one dtype, with strided rows allowed; `out` may be x. `wide`, `weight_offset`: see
+    `rms_norm`.
     """
     if x.dim() != 2 or residual.shape != x.shape or residual.dtype is not x.dtype:
         raise ValueError(
@@ -228,7 +248,7 @@ def add_rms_norm(
     rows, h = x.shape
     if weight.shape != (h,) or weight.stride(0) != 1:
         raise ValueError(f"add_rms_norm: weight must be [{h}] and contiguous, not {tuple(weight.shape)}")
-    function = _norm(host_target(), dtype_name("add_rms_norm", x), dtype_name("add_rms_norm", weight), True)
+    function = _norm(host_target(), dtype_name("add_rms_norm", x), dtype_name("add_rms_norm", weight), True, wide)
     function(
         x.data_ptr(),
         weight.data_ptr(),

@@ -120,7 +120,7 @@ def _fill(panels: torch.Tensor, rows: torch.Tensor, width: int) -> None:
 
 
 def _tile(module: Module, rows: int, panels: int, wdtype: str, odtype: str) -> Function:
-    """A function for `rows` x (`panels` * NR) outputs; x, w, bias (or null) and out point at the tile's first elements."""
+    """A function for `rows` x (`panels` * NR) outputs; x, w, bias (or null), out: a tile's first elements."""
     fn = module.function(f"tile_{rows}x{panels}", _TILE_PARAMS)
     width = module.target.width
     nr = 2 * width
@@ -174,7 +174,7 @@ class _Driver:
         arg = self.team.arg
         column = panel * (2 * self.team.fn.target.width)
         bias = self.team.buffer("bias", "f32")
-        bias = bias.is_set().choose(bias.at(column), bias)
+        bias = self.team.fn.choose(bias.is_set(), bias.at(column), bias)
         out = self.team.buffer("out", self.odtype).at(row * arg["ldo"] + column)
         self.tile(function, row, panel, bias, out, arg["ldo"])
 
@@ -188,7 +188,7 @@ class _Driver:
         with fn.when(bias.is_set()), fn.loop(0, columns) as c:
             aside.store(bias.load(column + c), c)
         result = fn.stack_buffer(self.odtype, rows * nr)
-        self.tile(function, row, panel, bias.is_set().choose(aside, bias), result, fn.i64(nr))
+        self.tile(function, row, panel, fn.choose(bias.is_set(), aside, bias), result, fn.i64(nr))
         out = self.team.buffer("out", self.odtype).at(column)
         with fn.loop(0, rows) as r, fn.loop(0, columns) as c:
             out.at((row + r) * arg["ldo"] + c).copy(result.at(r * nr + c))
@@ -197,15 +197,15 @@ class _Driver:
         fn = self.team.fn
         begin = fn.var(first.type, first)
         whole = (self.team.arg["n"] // (2 * fn.target.width)).minimum(last)
-        for (size, together), function in self.tiles.items():
+        for (few, together), function in self.tiles.items():
             if together == 1:
                 continue
-            with fn.when(rows.eq(size)):
+            with fn.when(rows.eq(few)):
                 stop = whole - (whole - begin.get()).maximum(0) % together
                 with fn.loop(begin.get(), stop, together) as panel:
                     self.whole(function, row, panel)
                 begin.set(stop.maximum(begin.get()))
-        singles = {size: function for (size, together), function in self.tiles.items() if together == 1}
+        singles = {count: function for (count, together), function in self.tiles.items() if together == 1}
         split = split_table(list(singles))
         table = fn.module.table(fn, split)
         with fn.loop(begin.get(), last) as panel:

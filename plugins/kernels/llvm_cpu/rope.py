@@ -211,7 +211,8 @@ def rope_write_kv(
     """Rotates q [T, H, D] and k [T, KVH, D] in place, then writes k and v [T, KVH, D] to the cache.
 
     q, k, v: float32 or bfloat16 of one dtype, views of the fused qkv output allowed (each token contiguous).
-    positions: int64 [T]. cos_sin: float32 [max_position, R], cosines in the first R / 2 columns, sines in the others; the first R <= D components of a head are rotated, pairing i with i + R / 2.
+    positions: int64 [T]. cos_sin: float32 [max_position, R], cosines in the first R / 2 columns, sines in the others;
+    the first R <= D components of a head are rotated, pairing i with i + R / 2.
     key_cache, value_cache: see `PagedCache`.
     slot_mapping: int64 [T], block * block_size + offset; a negative slot writes nothing.
     """

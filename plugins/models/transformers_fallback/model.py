@@ -153,7 +153,7 @@ class TransformersModel(Model):
         if difference > tolerance(self._context.torch_dtype):
             raise refusal(
                 model_class,
-                f"with the engine's attention its logits are off by {difference:.2g}, so it mixes tokens by other means",
+                f"with the engine's attention its logits are off by {difference:.2g}: it mixes tokens by other means",
             )
 
 
