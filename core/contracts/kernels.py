@@ -8,7 +8,8 @@ linear          a `LinearKernel` object: packs a weight once, then multiplies.
 rms_norm        (x [T, D], weight [D], eps) -> [T, D]; computed in float32, `weight` applied after the cast back to x.dtype
 add_rms_norm    (x [T, D], residual [T, D], weight [D], eps) -> normed [T, D]; residual += x in place
 rope            (q [T, H, D] row-strided, k [T, KVH, D] row-strided, positions int64 [T],
-                cos_sin float32 [max_pos, D_rot]) -> None; rotates in place, half-rotation ("neox") pairs over the first D_rot dimensions; cos_sin holds cos | sin halves
+                cos_sin float32 [max_pos, D_rot]) -> None; rotates in place, half-rotation ("neox") pairs over the first
+                D_rot dimensions; cos_sin holds cos | sin halves
 silu_mul        (gate_up [T, 2 I]) -> [T, I]: silu(gate) * up
 gelu_tanh_mul   (gate_up [T, 2 I]) -> [T, I]
 """

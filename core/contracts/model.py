@@ -26,7 +26,7 @@ class ForwardContext(Protocol):
     """What a step offers to the layers. Valid during one forward only."""
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Writes this step's key/value [T, KVH, D] to the layer's cache, then attends: query [T, H, D] -> [T, H, head_dim_v]."""
+        """Writes this step's key/value [T, KVH, D] to the layer's cache and attends: query [T, H, D] -> [T, H, head_dim_v]."""
         ...
 
 

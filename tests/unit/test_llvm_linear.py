@@ -73,7 +73,7 @@ def test_bits_of_a_row_do_not_depend_on_the_batch(dtype: torch.dtype, n: int, k:
 
 @pytest.mark.parametrize("m", [1, 5, 130])
 def test_bits_do_not_depend_on_the_number_of_threads(m: int) -> None:
-    packed = pack(random(211, 300, dtype=torch.bfloat16))
+    packed = pack(random(251, 300, dtype=torch.bfloat16))
     x = random(m, 300, seed=1)
     alone = linear(x, packed, threads=1)
     for threads in (2, 3):

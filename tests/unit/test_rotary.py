@@ -113,7 +113,7 @@ def test_partial_rotation() -> None:
 
 def test_the_outer_original_window_wins() -> None:
     inner = SCALINGS["longrope"]
-    config = {"max_position_embeddings": 512, "original_max_position_embeddings": 128}
+    config: dict[str, Any] = {"max_position_embeddings": 512, "original_max_position_embeddings": 128}
     config = {**config, "rope_scaling": {"type": "su", **inner}}
     assert rope_config(config, 16).original_max_position == 128
     assert rope_config(config, 16).kind == "longrope"

@@ -27,8 +27,12 @@ from hotswap.core.layers.jit import (
 
 from .common import DTYPES, Native, compiled, dtype_name, pieces, split_table
 
-# Bytes of activations that a block of rows may fill: about half of a level 2 cache.
+# Bytes of activations that a block of rows may fill: about half of a level 2 cache. But a block has so many rows at
+# least: each block reads all weights once more.
 _ROW_BLOCK_BYTES = 256 * 1024
+_ROW_BLOCK = 48
+# Below this many multiplications a second thread costs more than it brings.
+_SERIAL_PRODUCTS = 64 * 1024
 _ITEMS_PER_THREAD = 6
 
 _PARAMS = [
@@ -253,7 +257,7 @@ def _native(target: Target, wdtype: str, odtype: str) -> Native:
 def _blocking(m: int, n: int, k: int, threads: int, target: Target) -> tuple[int, int]:
     """(row_block, panel_chunk) for a shape. They decide who computes what and when, never the result."""
     most = pieces(target.registers)[-1]
-    row_block = max(most, _ROW_BLOCK_BYTES // (4 * k) // most * most)
+    row_block = max(_ROW_BLOCK, _ROW_BLOCK_BYTES // (4 * k) // most * most)
     panels = -(-n // (2 * target.width))
     chunk = panels if threads <= 1 else max(4, -(-panels // (threads * _ITEMS_PER_THREAD)) // 4 * 4)
     return min(m, row_block), min(panels, chunk)
@@ -294,7 +298,7 @@ def linear(
             raise ValueError(f"linear: bias must be [{n}], not {tuple(bias.shape)}")
         bias = bias.float().contiguous()
     target = host_target()
-    threads = team_size(threads)
+    threads = 1 if m * n * k < _SERIAL_PRODUCTS else team_size(threads)
     row_block, chunk = _blocking(m, n, k, threads, target)
     function = _native(target, DTYPES[packed.dtype], dtype_name("linear", out))
     function(

@@ -21,12 +21,16 @@ from .attention_code import PARAMS, TILE_ROWS, Shape, build
 from .common import DTYPES, Native, compiled
 from .paged_cache import PagedCache
 
+# Below this many multiplications a second thread costs more than it brings.
+_SERIAL_PRODUCTS = 64 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """One step as every layer with `group` query heads per KV head sees it; keeps the tensors that it points into.
 
     `items` is int32 [count, 2], the longest first: sequence and first row (query token * group + head of the group).
+    `work` is about the number of (row, context token) pairs for each KV head.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -34,6 +38,7 @@ class AttentionPlan:
     group: int
     tokens: int
     count: int
+    work: int
     addresses: tuple[int, int, int, int]
     table_stride: int
 
@@ -77,6 +82,7 @@ def plan_attention(
         group=group,
         tokens=int(starts[-1]),
         count=seqs.size,
+        work=int(cost.sum()),
         addresses=(query_start_loc.data_ptr(), seq_lens.data_ptr(), block_table.data_ptr(), items.data_ptr()),
         table_stride=block_table.stride(0),
     )
@@ -158,7 +164,7 @@ class PagedAttention:
             cache.key_block,
             cache.value_block,
             *self._options,
-            team_size(threads),
+            1 if plan.work * cache.kv_heads * cache.d < _SERIAL_PRODUCTS else team_size(threads),
         )
         return out
 
