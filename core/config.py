@@ -39,13 +39,17 @@ class ModelConfig(Section):
     )
     quantization: str | None = Field(None, description="Quantization plugin; from the checkpoint when not given.")
     trust_remote_code: bool = Field(
-        False, description="Run Python code that a model repository brings. Off: such models are refused."
+        False,
+        description="Run Python code that a model repository brings. Off: an architecture that needs it is refused.",
     )
     download_dir: str | None = Field(
-        None, description="Folder for downloaded models and other caches; ~/.cache/hotswap when not given."
+        None,
+        description="Folder for models out of packages; ~/.cache/hotswap when not given. Hub models stay where HF_HOME says.",
     )
     chat_template: str | None = Field(None, description="Chat template: a file, or the template itself.")
-    seed: int = Field(0, description="Seed of dummy weights and of requests that bring none in offline use.")
+    seed: int = Field(
+        0, description="Seed of dummy weights and, offline, of requests that bring none; a server draws those afresh."
+    )
     served_model_name: list[str] = Field(
         default_factory=list, description="Names that the API answers to; the model argument when not given."
     )

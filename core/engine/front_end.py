@@ -52,10 +52,10 @@ class FrontEnd:
         ceiling = config.model.override_generation_config.get("max_new_tokens")
         self._limits = InputLimits(config.max_logprobs, ceiling)
 
-    def connect(self, info: EngineInfo, clock: Clock) -> None:
-        """Called once, with the engine's facts."""
+    def connect(self, info: EngineInfo, clock: Clock, *, seed: int | None = None) -> None:
+        """Called once, with the engine's facts. seed: makes requests without a seed of their own repeatable."""
         self.info = info
-        self.inputs = InputProcessor(info, self.tokenizer, self.eos_token_ids, clock, self._limits)
+        self.inputs = InputProcessor(info, self.tokenizer, self.eos_token_ids, clock, self._limits, seed)
         self.outputs = OutputProcessor(self.tokenizer)
 
     def encode(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import secrets
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -36,12 +36,15 @@ class InputProcessor:
         eos_token_ids: tuple[int, ...],
         clock: Clock,
         limits: InputLimits,
+        seed: int | None = None,
     ) -> None:
+        """seed: where the seeds of requests that bring none come from; None draws them afresh."""
         self._info = info
         self._tokenizer = tokenizer
         self._eos_token_ids = sorted(set(eos_token_ids))
         self._clock = clock
         self._limits = limits
+        self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
         self._ids: Iterator[int] = itertools.count(1)
 
     def process(
@@ -106,7 +109,7 @@ class InputProcessor:
             )
         filled = params.clone(
             max_tokens=max_tokens,
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             eos_token_ids=list(self._eos_token_ids),
             bad_words_token_ids=self._bad_words(params.bad_words),
             truncate_prompt_tokens=None,

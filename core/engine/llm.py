@@ -48,7 +48,7 @@ class LLM:
         self._front = FrontEnd(checkpoints.model, config, checkpoints.tokenizer)
         checkpoints.close()
         self._engine = assemble_engine(manager, config, str(resolved.path), resolved.loader, SystemClock(), report=None)
-        self._front.connect(self._engine.info, SystemClock())
+        self._front.connect(self._engine.info, SystemClock(), seed=config.model.seed)
         self.config = config
         self._num_requests = 0
         self._closed = False

@@ -18,9 +18,9 @@ from .weights import WeightMap, WeightTarget, check_float
 
 
 class Embedding:
-    """int64 [T] -> [T, H] in the model's dtype, multiplied by `scale`. Ids must lie within the vocabulary."""
+    """int64 [T] -> [T, H] in the activations' dtype, multiplied by `scale`. Ids must lie within the vocabulary."""
 
-    __slots__ = ("_loaded", "_scale", "name", "table")
+    __slots__ = ("_activation_dtype", "_loaded", "_scale", "name", "table")
 
     def __init__(
         self,
@@ -30,15 +30,17 @@ class Embedding:
         *,
         scale: float = 1.0,
         dtype: torch.dtype,
+        activation_dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
     ) -> None:
         self.name = f"{name}.weight"
         self.table = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
+        self._activation_dtype = activation_dtype or dtype
         self._scale = None if scale == 1.0 else scale
         self._loaded = False
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        rows = F.embedding(token_ids, self.table)
+        rows = F.embedding(token_ids, self.table).to(self._activation_dtype)
         return rows if self._scale is None else rows.mul_(self._scale)
 
     @property

@@ -17,11 +17,11 @@ class RMSNorm:
     """x [T, D] -> [T, D].
 
     wide: the weight multiplies in float32, before the cast back to x's dtype (gemma, olmo2); it is then kept in
-    float32. In a float32 model the two orders are one, and the chosen kernel serves both. one_plus: the checkpoint
-    stores the weight minus one.
+    float32. Where activations are float32 the two orders are one, and the chosen kernel serves both. one_plus: the
+    checkpoint stores the weight minus one.
     """
 
-    __slots__ = ("_eps", "_name", "_norm", "_one_plus", "_wide", "add", "weight")
+    __slots__ = ("_eps", "_name", "_norm", "_one_plus", "add", "weight")
 
     def __init__(
         self,
@@ -33,18 +33,17 @@ class RMSNorm:
         wide: bool = False,
         one_plus: bool = False,
         dtype: torch.dtype,
+        activation_dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
     ) -> None:
         self._name = name
         self._eps = eps
         self._one_plus = one_plus
-        self._wide = wide and dtype != torch.float32
-        self.weight = torch.empty(size, dtype=torch.float32 if self._wide else dtype, device=device)
-        self._norm = rms_norm_wide if self._wide else ops.rms_norm
+        self.weight = torch.empty(size, dtype=torch.float32 if wide else dtype, device=device)
+        rounds = wide and (activation_dtype or dtype) != torch.float32
+        self._norm = rms_norm_wide if rounds else ops.rms_norm
         # add(x, residual): residual += x in place, then the norm of the sum. Bound here: it is on the hot path.
-        self.add: Callable[[Tensor, Tensor], Tensor] = (
-            self._add_wide if self._wide else _bind_add(ops, self.weight, eps)
-        )
+        self.add: Callable[[Tensor, Tensor], Tensor] = self._add_wide if rounds else _bind_add(ops, self.weight, eps)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._norm(x, self.weight, self._eps)

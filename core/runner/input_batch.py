@@ -164,7 +164,7 @@ class InputBatch:
 
     def write(self, slots: Tensor, positions: Tensor, token_ids: Tensor) -> None:
         """Puts drawn tokens (int64 [S]) where the next step reads them."""
-        self.token_ids.view(-1)[slots * self._stride + positions] = token_ids.to(torch.int32)
+        self.token_ids.view(-1).index_copy_(0, slots * self._stride + positions, token_ids.to(torch.int32))
 
     def tokens(self, request: BatchRequest, start: int, stop: int) -> Tensor:
         """A request's tokens start..stop: int64, on the device."""

@@ -44,6 +44,10 @@ class PenaltyPool:
         self._penalties = torch.zeros((0, 3), device=device)  # repetition, presence, frequency
         self._free: list[int] = []
 
+    def __len__(self) -> int:
+        """Rows in use."""
+        return len(self._counts) - len(self._free)
+
     def add(self, penalties: Penalties, prompt_ids: Tensor, output_ids: Tensor) -> int:
         """Takes a row for a request with these tokens (integer tensors on the device); returns its number."""
         if not self._free:

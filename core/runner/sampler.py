@@ -48,7 +48,7 @@ def sample(
     """logits: float32 [S, V], kept as they are unless `overwrite` allows edits in place (a copy less when every row is
     edited). Updates the counts that penalties need with the drawn tokens."""
     best, token_ids = row_max(logits)
-    faults = (~torch.isfinite(best)).to(torch.int64)
+    faults = torch.ne(best - best, 0.0).to(torch.int64)  # infinity minus itself is NaN, which equals nothing
     edited, edited_best = logits, best
     if batch.edits is not None:
         in_place = overwrite and len(batch.edits.rows) == len(logits)

@@ -57,8 +57,8 @@ MODES: dict[str, dict[str, Any]] = {
     "synchronous": {"async_scheduling": False},
     "small chunks": {"max_num_batched_tokens": 48},
     "no prefix cache": {"enable_prefix_caching": False},
-    "preemption": {"num_gpu_blocks_override": 70, "max_num_batched_tokens": 256},
-    "preemption, synchronous": {"num_gpu_blocks_override": 70, "async_scheduling": False},
+    "preemption": {"num_gpu_blocks_override": 61, "max_num_batched_tokens": 256},
+    "preemption, synchronous": {"num_gpu_blocks_override": 61, "async_scheduling": False},
 }
 
 COUNTS = [pytest.param(6, id="quick"), pytest.param(32, id="all", marks=pytest.mark.full)]

@@ -174,16 +174,20 @@ def test_cache_memory_is_zero_and_taken_only_when_touched(dtype: torch.dtype) ->
     assert resident() - before < 2**26
 
 
-def test_the_thread_environment_is_what_openmp_understands() -> None:
-    environment = thread_environment()
-    assert int(environment["OMP_NUM_THREADS"]) == usable_cores()
-    assert environment["OMP_WAIT_POLICY"] in ("PASSIVE", "ACTIVE")
+def test_the_thread_environment_adds_what_the_operator_has_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    assert thread_environment() == {"OMP_NUM_THREADS": str(usable_cores()), "OMP_WAIT_POLICY": "PASSIVE"}
+    assert CpuPlatform().probe().count == usable_cores()
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert thread_environment() == {"OMP_WAIT_POLICY": "PASSIVE"}
+    assert CpuPlatform().probe().count == 7
 
 
 def test_the_hook_offers_the_platform_without_torch() -> None:
     code = (
         "import sys; from hotswap.plugins.hardware.cpu import hotswap_platform as hook; provider = next(hook());"
-        "assert provider.environment(); assert 'torch' not in sys.modules; print(provider.name)"
+        "provider.environment(); assert 'torch' not in sys.modules; print(provider.name)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=_child_env())
     assert (done.returncode, done.stdout.strip()) == (0, "cpu"), done.stderr

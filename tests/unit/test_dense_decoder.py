@@ -70,7 +70,10 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], C
     def get(name: str) -> Checkpoint:
         if name not in made:
             folder = make_tiny_model(tmp_path_factory.mktemp(name), name, tokenizer=False)
-            oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            # Eager: the one implementation that knows soft caps in every version of transformers.
+            oracle = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, attn_implementation="eager"
+            ).eval()
             pin_rope(oracle, MAX_LEN)
             made[name] = Checkpoint(name, folder, json.loads((folder / "config.json").read_text()), oracle)
         return made[name]
@@ -78,13 +81,25 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], C
     return get
 
 
-def build(config: dict[str, Any], dtype: torch.dtype = torch.float32, max_model_len: int = MAX_LEN) -> DenseDecoder:
+def build(
+    config: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    max_model_len: int = MAX_LEN,
+    activation_dtype: torch.dtype | None = None,
+) -> DenseDecoder:
     quantization = PlainQuantization(quantization_context(dtype=dtype))
-    return DenseDecoder(model_context(config, quantization, dtype=dtype, max_model_len=max_model_len))
+    return DenseDecoder(
+        model_context(config, quantization, dtype=dtype, activation_dtype=activation_dtype, max_model_len=max_model_len)
+    )
 
 
-def loaded(config: dict[str, Any], weights: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> ForwardHarness:
-    model = build(config, dtype)
+def loaded(
+    config: dict[str, Any],
+    weights: dict[str, Tensor],
+    dtype: torch.dtype = torch.float32,
+    activation_dtype: torch.dtype | None = None,
+) -> ForwardHarness:
+    model = build(config, dtype, activation_dtype=activation_dtype)
     model.load_weights(weights.items())
     return ForwardHarness(model, TorchReferenceAttention(), block_size=4)
 
@@ -121,11 +136,15 @@ def test_bfloat16_is_no_coarser_than_that_of_transformers(
 ) -> None:
     checkpoint = checkpoint_of(name)
     found = loaded(checkpoint.config, checkpoint.weights(), torch.bfloat16).logits(PROMPT)
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.bfloat16).eval()
+    mixed = loaded(checkpoint.config, checkpoint.weights(), torch.bfloat16, torch.float32).logits(PROMPT)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint.folder, dtype=torch.bfloat16, attn_implementation="eager"
+    ).eval()
     with torch.inference_mode():
         theirs = oracle(torch.tensor([PROMPT]), use_cache=False).logits[0].float()
     exact = checkpoint.expected(PROMPT)
     assert (found - exact).norm() < 1.1 * (theirs - exact).norm()
+    assert (mixed - exact).norm() < 0.9 * (theirs - exact).norm(), "float32 activations beside bfloat16 weights"
 
 
 @pytest.mark.parametrize("name", NATIVE)

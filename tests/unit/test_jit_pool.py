@@ -6,9 +6,26 @@ import os
 import threading
 from collections.abc import Callable
 
+import pytest
 import torch
 
-from hotswap.core.layers.jit import Module, compile_module, host_target, parallel_function, team_size
+from hotswap.core.layers.jit import Module, compile_module, host_target, parallel_function, pool, team_size
+
+
+@pytest.fixture(params=[pool.POOL_RUN, pool.OPENMP_RUN])
+def _runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels built in the test run on the pool's own threads, or on torch's."""
+    spins = request.param == pool.OPENMP_RUN
+    monkeypatch.setattr(pool, "_torch_threads_spin", lambda: spins)
+    if pool.run_symbol.__wrapped__() != request.param:
+        pytest.skip("this torch has no GNU OpenMP")
+    monkeypatch.setattr(pool, "run_symbol", lambda: request.param)
+
+
+@pytest.fixture
+def _own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool.thread_pool()
+    monkeypatch.setattr(pool, "run_symbol", lambda: pool.POOL_RUN)
 
 
 def counting_kernel() -> Callable[..., None]:
@@ -37,6 +54,7 @@ def counting_kernel() -> Callable[..., None]:
     return call
 
 
+@pytest.mark.usefixtures("_runner")
 def test_every_item_runs_exactly_once() -> None:
     count = counting_kernel()
     for threads in (1, 2, 4):
@@ -47,6 +65,7 @@ def test_every_item_runs_exactly_once() -> None:
         assert (counts == 200).all()
 
 
+@pytest.mark.usefixtures("_runner")
 def test_helpers_wake_after_they_slept() -> None:
     count = counting_kernel()
     team_size(2)
@@ -57,6 +76,7 @@ def test_helpers_wake_after_they_slept() -> None:
     assert (counts == 20).all()
 
 
+@pytest.mark.usefixtures("_runner")
 def test_callers_from_several_threads_do_not_mix_their_work() -> None:
     count = counting_kernel()
     team_size(2)
@@ -74,6 +94,7 @@ def test_callers_from_several_threads_do_not_mix_their_work() -> None:
     assert all((counts == 300).all() for counts in totals)
 
 
+@pytest.mark.usefixtures("_runner")
 def test_no_items_and_more_threads_than_items() -> None:
     count = counting_kernel()
     team_size(4)
@@ -83,6 +104,7 @@ def test_no_items_and_more_threads_than_items() -> None:
     assert counts.tolist() == [1]
 
 
+@pytest.mark.usefixtures("_own_threads")
 def test_a_forked_child_has_its_own_helpers() -> None:
     count = counting_kernel()
     team_size(2)
@@ -101,3 +123,20 @@ def test_a_forked_child_has_its_own_helpers() -> None:
     assert os.waitstatus_to_exitcode(status) == 0
     count(counts, 2)
     assert (counts == 2).all()
+
+
+@pytest.mark.parametrize(
+    ("environment", "spins"),
+    [
+        ({}, True),
+        ({"OMP_WAIT_POLICY": "PASSIVE"}, False),
+        ({"OMP_WAIT_POLICY": "active"}, True),
+        ({"GOMP_SPINCOUNT": "0"}, False),
+    ],
+)
+def test_whose_threads_are_used(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], spins: bool) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert pool._torch_threads_spin() == spins

@@ -337,6 +337,26 @@ def test_preempted_requests_come_back_with_their_outputs_and_other_blocks() -> N
     check(b)
 
 
+def test_requests_that_come_back_in_each_others_slots_keep_their_own_tokens() -> None:
+    driver = Driver(make_runner(max_num_seqs=2))
+    a = driver.add(1, PROMPT, temperature=1.0, seed=4, presence_penalty=0.5)
+    b = driver.add(2, PROMPT[:5], temperature=1.0, seed=5, presence_penalty=0.5)
+    driver.run({1: 11, 2: 5})
+    driver.leave(1)
+    driver.leave(2)
+    driver.run({1: 12, 2: 6})  # the seat freed last is taken first
+    for _ in range(3):
+        driver.run({1: 1, 2: 1})
+    check(a)
+    check(b)
+    assert len(driver.runner._pool) == 2
+    driver.leave(1)
+    driver.leave(2)
+    driver.add(3, PROMPT[:2], temperature=0.0)
+    driver.run({3: 2})
+    assert len(driver.runner._pool) == 0
+
+
 def test_E01_preemption_within_a_prompt_neither_loses_nor_repeats_prompt_logprobs() -> None:
     driver = Driver(make_runner())
     request = driver.add(1, PROMPT * 3, temperature=0.0, prompt_logprobs=1)

@@ -346,6 +346,32 @@ def test_B11_all_eos_tokens_are_masked_while_ignored_or_below_min_tokens() -> No
     assert drawn_ids(logits, [Row(SamplingParams(**eos, ignore_eos=True, stop_token_ids=[7]))]) == [7]
 
 
+def test_bad_words_look_at_the_output_only() -> None:
+    logits = torch.zeros((1, 32))
+    logits[0, 9] = 5.0
+    params = SamplingParams(temperature=0.0, bad_words_token_ids=[[8, 9], [5, 8, 9]])
+    assert drawn_ids(logits, [Row(params, prompt=[5, 8])]) == [9]
+    assert drawn_ids(logits, [Row(params, prompt=[5], outputs=[8])]) == [0]
+    assert drawn_ids(logits, [Row(params, prompt=[5], outputs=[7])]) == [9]
+    longer = params.clone(bad_words_token_ids=[[5, 8, 9]])
+    assert drawn_ids(logits, [Row(longer, prompt=[5], outputs=[8])]) == [9]
+    assert drawn_ids(logits, [Row(longer, prompt=[5], outputs=[5, 8])]) == [0]
+
+
+def test_penalty_rows_are_reused_and_start_afresh() -> None:
+    pool = PenaltyPool(16, "cpu")
+    settings, nothing = Penalties(2.0, 1.0, 1.0), torch.zeros(0, dtype=torch.int64)
+    rows = [pool.add(settings, torch.tensor([3]), torch.tensor([4, 4])) for _ in range(20)]
+    assert sorted(rows) == list(range(20)) and len(pool) == 20
+    for row in rows:
+        pool.remove(row)
+    assert len(pool) == 0
+    again = pool.add(settings, nothing, nothing)
+    logits = torch.full((1, 16), 6.0)
+    pool.apply(logits, torch.tensor([0]), torch.tensor([again]))
+    assert torch.equal(logits, torch.full((1, 16), 6.0))
+
+
 def test_F01_logprobs_of_mixed_rows_go_to_the_rows_that_asked() -> None:
     width = 100
     rows = [

@@ -292,10 +292,11 @@ class Function:
         self.b.call(function.ir, [a.ir for a in args])
 
     def call_pointer(self, function: Val, *args: Val) -> None:
-        """Calls a void function by its address."""
+        """Calls a void function by its address, a pointer or an int64."""
         type_ = ir.FunctionType(ir.VoidType(), [a.type for a in args])
         # Through an integer, as llvmlite drops a cast between pointers and then knows no function type.
-        typed = self.b.inttoptr(self.b.ptrtoint(function.ir, I64), type_.as_pointer())
+        address = function.ir if function.type == I64 else self.b.ptrtoint(function.ir, I64)
+        typed = self.b.inttoptr(address, type_.as_pointer())
         self.b.call(typed, [a.ir for a in args])
 
     def pause(self) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 from llvmlite import ir
 
+from . import pool
 from .builder import Buffer, Function, Module
-from .pool import RUN, thread_pool
 from .values import I32, I64, PARAM, PTR, Val
 
 # The shared counter has cache lines of its own: 64-bit words of padding around it.
@@ -74,7 +74,9 @@ def parallel_function(module: Module, name: str, params: Sequence[tuple[str, str
         with alone:
             entry.call(body, Val(entry, slot))
         with together:
-            run = module.declare(RUN, ir.VoidType(), [PTR, PTR, PTR, I64])
-            pool = entry.b.inttoptr(ir.Constant(I64, thread_pool().address), PTR)
-            entry.b.call(run, [pool, body.ir, slot, (threads - 1).ir])
+            symbol = pool.run_symbol()
+            memory = pool.thread_pool().address if symbol == pool.POOL_RUN else 0
+            run = module.declare(symbol, ir.VoidType(), [PTR, PTR, PTR, I64])
+            memory_pointer = entry.b.inttoptr(ir.Constant(I64, memory), PTR)
+            entry.b.call(run, [memory_pointer, body.ir, slot, (threads - 1).ir])
     entry.finish()

@@ -9,6 +9,10 @@ then sleeps.
 
 The state of a job is one word: generation << 16 | open << 15 | helpers inside. A helper enters by compare-and-exchange
 of the whole word, so it can only enter the job whose function and arguments it then reads.
+
+Torch has threads of its own, of OpenMP. Where those spin for milliseconds after each torch operation (GNU OpenMP's way
+unless OMP_WAIT_POLICY is "passive" when torch is loaded) they would take the cores from these helpers; jobs then run as
+OpenMP regions on torch's threads instead. So an engine process should be started with OMP_WAIT_POLICY=passive.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import llvmlite.binding as llvm
 import torch
@@ -28,7 +33,9 @@ from .compiler import CompiledModule, compile_module
 from .target import Target, host_target
 from .values import I32, I64, PTR, Val
 
-RUN = "hotswap_pool_run"
+# The functions `run` by the names under which LLVM knows them.
+POOL_RUN = "hotswap_pool_run"
+OPENMP_RUN = "hotswap_openmp_run"
 
 # Words of the pool's memory; those that different threads write lie on different cache lines.
 _STATE, _SLEEPERS, _OWNER = 0, 16, 32
@@ -38,6 +45,7 @@ _OPEN = 1 << 15
 _INSIDE = _OPEN - 1
 _SPINS = 3000
 _SPINS_BEFORE_YIELD = 1000
+_RUN_PARAMS = [("pool", "ptr"), ("body", "ptr"), ("frame", "ptr"), ("helpers", "i64")]
 
 
 def _call(fn: Function, name: str, result: object, params: list[object], args: list[object]) -> object:
@@ -46,9 +54,7 @@ def _call(fn: Function, name: str, result: object, params: list[object], args: l
 
 def _build_run(module: Module) -> None:
     """`run(pool, body, frame, helpers)`: body(frame) here and on at most `helpers` other threads; returns when done."""
-    fn = module.function(
-        "run", [("pool", "ptr"), ("body", "ptr"), ("frame", "ptr"), ("helpers", "i64")], internal=False
-    )
+    fn = module.function("run", _RUN_PARAMS, internal=False)
     pool = fn.buffer("pool", "i64")
     body, frame, helpers = fn.arg["body"], fn.arg["frame"], fn.arg["helpers"]
     # One job at a time: a second thread that calls a kernel meanwhile works alone.
@@ -166,19 +172,60 @@ class ThreadPool:
 
 @functools.cache
 def thread_pool() -> ThreadPool:
-    """The pool of this process; its `run` is known to LLVM under the name RUN from then on."""
+    """The pool of this process; its `run` is known to LLVM under the name POOL_RUN from then on."""
     target = host_target()
     code = compile_module(lambda: build_pool(target))
-    llvm.add_symbol(RUN, code.address("run"))
+    llvm.add_symbol(POOL_RUN, code.address("run"))
     pool = ThreadPool(code)
     os.register_at_fork(after_in_child=pool.forget)
     return pool
 
 
+def build_openmp(target: Target, gomp_parallel: int) -> Module:
+    """The module with a `run` that makes the job an OpenMP region of helpers + 1 threads."""
+    module = Module("openmp_run", target)
+    fn = module.function("run", _RUN_PARAMS, internal=False)
+    region = Val(fn, ir.Constant(I64, gomp_parallel))
+    threads = (fn.arg["helpers"] + 1).to_i32()
+    fn.call_pointer(region, fn.arg["body"], fn.arg["frame"], threads, Val(fn, ir.Constant(I32, 0)))
+    fn.finish()
+    return module
+
+
+def _gomp_parallel() -> int | None:
+    """Address of the GOMP_parallel that torch itself calls, whichever other OpenMP runtimes the process has loaded."""
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    if not path.exists():
+        return None
+    function = getattr(ctypes.CDLL(str(path)), "GOMP_parallel", None)
+    return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
+
+
+def _torch_threads_spin() -> bool:
+    return os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive" and os.environ.get("GOMP_SPINCOUNT") != "0"
+
+
+@functools.cache
+def run_symbol() -> str:
+    """The `run` for this process, known to LLVM under the name that is returned: see the top of this module."""
+    address = _gomp_parallel() if _torch_threads_spin() else None
+    if address is None:
+        thread_pool()
+        return POOL_RUN
+    code = compile_module(lambda: build_openmp(host_target(), address))
+    llvm.add_symbol(OPENMP_RUN, code.address("run"))
+    _alive.append(code)
+    return OPENMP_RUN
+
+
+_alive: list[CompiledModule] = []
+
+
 def team_size(threads: int | None = None) -> int:
     """How many threads a kernel shall use: `threads`, or torch's setting. Makes sure that there are so many."""
     count = torch.get_num_threads() if threads is None else threads
-    pool = thread_pool()
-    if count - 1 > pool.helpers:
-        pool.reserve(count - 1)
+    if count > 1 and run_symbol() == POOL_RUN:
+        pool = thread_pool()
+        if count - 1 > pool.helpers:
+            pool.reserve(count - 1)
     return count

@@ -11,7 +11,8 @@ import torch
 from hotswap.core.contracts.platform import MemorySnapshot, Platform
 from hotswap.core.contracts.provider import DeviceInfo
 
-from .host import cpu_features, cpu_model, host_memory, usable_cores
+from .host import cpu_features, cpu_model, host_memory
+from .threads import default_threads
 
 MAX_KV_CACHE_BYTES = 4 * 2**30
 KV_CACHE_SHARE = (
@@ -21,10 +22,10 @@ _CACHE_LINE = 64
 
 
 class CpuPlatform(Platform):
-    """num_threads: threads of the forward; None for every usable core."""
+    """num_threads: threads of the forward; None for OMP_NUM_THREADS, else every usable core."""
 
     def __init__(self, num_threads: int | None = None) -> None:
-        self._num_threads = num_threads or usable_cores()
+        self._num_threads = num_threads or default_threads()
 
     def probe(self) -> DeviceInfo:
         return DeviceInfo(

@@ -3,6 +3,8 @@ loaded."""
 
 from __future__ import annotations
 
+import os
+
 from .host import usable_cores
 
 # Threads sleep at the end of a parallel region instead of spinning. By default GNU OpenMP spins for milliseconds: cheap
@@ -11,6 +13,13 @@ from .host import usable_cores
 WAIT_POLICY = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
+def default_threads() -> int:
+    """The operator's OMP_NUM_THREADS, else every usable core."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdecimal() and int(asked) > 0 else usable_cores()
+
+
 def thread_environment() -> dict[str, str]:
-    """Variables for a process that will run the model on this host; existing ones are the launcher's to respect."""
-    return {"OMP_NUM_THREADS": str(usable_cores()), **WAIT_POLICY}
+    """Variables for a process that will run the model on this host. What the operator has set stays."""
+    wanted = {"OMP_NUM_THREADS": str(default_threads()), **WAIT_POLICY}
+    return {name: value for name, value in wanted.items() if name not in os.environ}

@@ -41,7 +41,13 @@ class DenseDecoder(Model):
         if config.round_embed_scale:
             scale = float(torch.tensor(scale).to(dtype))
         self._embedding = Embedding(
-            "model.embed_tokens", config.vocab_size, config.hidden_size, scale=scale, dtype=dtype, device=device
+            "model.embed_tokens",
+            config.vocab_size,
+            config.hidden_size,
+            scale=scale,
+            dtype=dtype,
+            activation_dtype=self._activation_dtype,
+            device=device,
         )
         self._blocks: list[Block] = [self._block(index) for index in range(config.num_layers)]
         self._final_norm = self._norm("model.norm", config.hidden_size)
@@ -71,6 +77,7 @@ class DenseDecoder(Model):
             wide=config.traits.norm_wide,
             one_plus=config.traits.norm_one_plus,
             dtype=context.torch_dtype,
+            activation_dtype=self._activation_dtype,
             device=context.torch_device,
         )
 
@@ -174,7 +181,7 @@ class DenseDecoder(Model):
         return report
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        return self._embedding(token_ids).to(self._activation_dtype)
+        return self._embedding(token_ids)
 
     def forward(
         self, embeds: Tensor, positions: Tensor, context: ForwardContext, intermediates: dict[str, Tensor] | None = None

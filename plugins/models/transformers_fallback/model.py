@@ -16,7 +16,7 @@ from hotswap.core.layers.cache import full_cache_spec
 
 from .examine import Examined, decoder_of, examine, pin_rope, refusal, run_decoder
 from .routing import ROUTED, RoutedLayer, Steps
-from .selfcheck import disagreement, routed_logits, sample_tokens, tolerance
+from .selfcheck import disagreement, leak, routed_logits, sample_tokens
 
 
 class TransformersModel(Model):
@@ -134,27 +134,35 @@ class TransformersModel(Model):
         return self._examined.output_class(last_hidden_state=inputs_embeds)
 
     def _self_check(self) -> None:
-        """Raises ModelLoadError when the routed model and transformers' own forward disagree."""
-        device = self._context.torch_device
-        model_class = self._examined.model_class
-        sequences = sample_tokens(self._embedding.num_embeddings)
+        """Raises ModelLoadError when sequences reach each other, or logits are not those of transformers' own
+        forward."""
+        model_class, device, dtype = self._examined.model_class, self._context.torch_device, self._context.torch_dtype
+        vocab_size = self._embedding.weight.shape[0]
+        experts = any(name.rpartition(".")[2] == "experts" for name, _ in self._model.named_modules())
         try:
-            found = routed_logits(self, sequences, device)
-            self._model.set_attn_implementation("eager")
-            expected = [
-                self._model(torch.tensor([ids], device=device), use_cache=False, return_dict=True).logits[0].float()
-                for ids in sequences
-            ]
+            leaked = leak(self, vocab_size, device, experts)
+            sequences = sample_tokens(vocab_size)
+            difference = disagreement(routed_logits(self, sequences, device), self._own_logits(sequences), dtype)
         except Exception as error:  # transformers' modelling code may fail in any way; all of them mean the same here
             raise refusal(model_class, f"a trial run failed: {type(error).__name__}: {error}") from error
+        if leaked is not None:
+            reason = f"it mixes tokens by other means than attention (its logits change by {leaked:.2g} with their neighbours)"
+            raise refusal(model_class, reason)
+        if difference is not None:
+            raise refusal(model_class, f"with the engine's attention its logits are off by {difference:.2g}")
+
+    def _own_logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """float32 logits of each sequence, by transformers alone."""
+        self._model.set_attn_implementation("eager")
+        try:
+            return [
+                self._model(torch.tensor([ids], device=self._context.torch_device), use_cache=False, return_dict=True)
+                .logits[0]
+                .float()
+                for ids in sequences
+            ]
         finally:
             self._model.set_attn_implementation(ROUTED)
-        difference = disagreement(found, expected)
-        if difference > tolerance(self._context.torch_dtype):
-            raise refusal(
-                model_class,
-                f"with the engine's attention its logits are off by {difference:.2g}: it mixes tokens by other means",
-            )
 
 
 def _own_storage(model: Any, given: dict[str, Tensor]) -> None:
