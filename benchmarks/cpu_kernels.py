@@ -3,7 +3,9 @@
     python benchmarks/cpu_kernels.py [--threads 2] [--rounds 9] [--layers 30] [linear attention calls compile]
 
 The shapes are those of SmolLM2-135M: 30 layers (so that weights come from memory, not from a cache), hidden 576, ffn
-1536, 9 query and 3 KV heads of 64. Read the ratios: absolute times depend on what else the machine does.
+1536, 9 query and 3 KV heads of 64. Read the ratios: absolute times depend on what else the machine does. An engine sets
+OMP_WAIT_POLICY=passive, which this script does not: set it to see hotswap's numbers as they are there, leave it to see
+torch at its best.
 """
 
 from __future__ import annotations

@@ -135,7 +135,10 @@ class AttentionBackend(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionContext(BuildContext):
-    """The cache group to serve. `unavailable` gets `spec` None when no model is known."""
+    """The cache group to serve. `unavailable` gets `spec` None and no layers when no model is known.
+
+    layers: those of the group, as far as the model tells: what windows and soft caps are asked for."""
 
     spec: CacheSpec | None = None
     block_size: int = 16
+    layers: tuple[AttentionLayer, ...] = ()

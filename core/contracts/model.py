@@ -32,11 +32,15 @@ class ForwardContext(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """A tensor that the model expects, in the checkpoint's own name and shape. optional: may be absent (tied heads, biases)."""
+    """A tensor that the model expects, in the checkpoint's own name and shape.
+
+    optional: may be absent. redundant: says again what another tensor says (a tied head); made-up weights leave it out.
+    """
 
     name: str
     shape: tuple[int, ...]
     optional: bool = False
+    redundant: bool = False
 
 
 @dataclass(slots=True)

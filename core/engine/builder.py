@@ -76,7 +76,7 @@ class EngineBuilder:
         self._model_info = dataclasses.replace(
             self._model_info, cache_specs=tuple(specs), logits_width=self._model_info.vocab_size
         )
-        backends = [self._attention(group) for group in groups]
+        backends = [self._attention(group, model) for group in groups]
         policy, scheduler_parts = self._policy()
         self._load_weights(model)
         cache_plan = plan_cache(
@@ -147,12 +147,7 @@ class EngineBuilder:
         return platform.default_dtype(str(stored).removeprefix("torch."))
 
     def _window(self) -> int:
-        config = self._checkpoint.config
-        inner = config.get("text_config") or config
-        from_model = next(
-            (int(inner[key]) for key in ("max_position_embeddings", "n_positions", "max_seq_len") if inner.get(key)),
-            None,
-        )
+        from_model = model_window(self._checkpoint.config)
         asked = self._config.model.max_model_len
         if asked is None:
             return from_model or DEFAULT_MAX_MODEL_LEN
@@ -208,8 +203,11 @@ class EngineBuilder:
         dtype = self._config.cache.kv_cache_dtype
         return specs if dtype == "auto" else [dataclasses.replace(spec, dtype=dtype) for spec in specs]
 
-    def _attention(self, group: CacheGroup) -> AttentionBackend:
-        context = self._context(AttentionContext, spec=group.spec, block_size=self._config.cache.block_size)
+    def _attention(self, group: CacheGroup, model: Model) -> AttentionBackend:
+        layers = tuple(layer for layer in model.attention_layers() if layer.index in group.layers)
+        context = self._context(
+            AttentionContext, spec=group.spec, block_size=self._config.cache.block_size, layers=layers
+        )
         backend: AttentionBackend = self._manager.build("attention", context)
         return backend
 
@@ -333,3 +331,20 @@ def _vocab_size(config: dict[str, Any]) -> int:
     if not isinstance(size, int) or size < 1:
         raise ModelLoadError(f"config.json: vocab_size is {size!r}; a positive number is needed")
     return size
+
+
+def model_window(config: dict[str, Any]) -> int | None:
+    """The longest context that the model was made for, in tokens; None when its config does not say.
+
+    Rotations that are stretched by a factor reach that much further than `max_position_embeddings`, unless the config has
+    counted it in already (llama3 and longrope always have).
+    """
+    inner = config.get("text_config") or config
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")
+    window = next((int(inner[name]) for name in names if inner.get(name)), None)
+    rope = inner.get("rope_parameters") or inner.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type")
+    if window is None or kind not in ("linear", "dynamic", "yarn") or not rope.get("factor"):
+        return window
+    original = rope.get("original_max_position_embeddings") or window
+    return max(window, int(original * float(rope["factor"])))

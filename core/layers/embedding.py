@@ -102,7 +102,9 @@ class OutputHead:
             self._untied.register(weights)
         else:
             shape = tuple(self._embedding.table.shape)
-            weights.add([WeightTarget(WeightSpec(f"{self._name}.weight", shape, optional=True), self._keep)])
+            weights.add(
+                [WeightTarget(WeightSpec(f"{self._name}.weight", shape, optional=True, redundant=True), self._keep)]
+            )
 
     def _keep(self, tensor: Tensor) -> None:
         check_float(f"{self._name}.weight", tensor)

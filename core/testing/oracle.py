@@ -21,7 +21,8 @@ def transformers_model(path: Path, checkpoint: Checkpoint | None = None) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if path.is_dir():
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        # Eager: under sdpa some versions of transformers drop Gemma 2's soft cap.
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     if checkpoint is None:
         checkpoint = _open(path)
     settings = dict(checkpoint.config)

@@ -78,6 +78,7 @@ class DummyCheckpoint(Checkpoint):
         """
         import torch
 
+        specs = [spec for spec in specs if not spec.redundant]
         if torch.device(device).type == "cpu":
             table = torch.linspace(-AMPLITUDE, AMPLITUDE, 1 << 16, dtype=torch.float32).to(dtype)
             for spec, tensor in ahead(specs, lambda spec: _drawn(spec, table, _seed_of(spec.name, seed))):
