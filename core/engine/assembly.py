@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -18,6 +18,7 @@ from ..clock import Clock, SystemClock
 from ..compatibility import refuse_incompatible
 from ..config import EngineConfig
 from ..contracts.loader import Checkpoint, Loader, LoaderContext
+from ..contracts.platform import PlatformContext, PlatformProvider
 from ..contracts.provider import DeviceInfo
 from ..contracts.source import Source, SourceContext
 from ..errors import ModelLoadError
@@ -87,6 +88,13 @@ def freeze_manager(manager: PluginManager) -> bytes:
 def load_manager(frozen: bytes) -> PluginManager:
     """The same plugins in this process. Raises PluginError naming what cannot be loaded here."""
     return PluginManager.from_frozen(msgspec.msgpack.decode(frozen, type=FrozenPlugins))
+
+
+def platform_environment(manager: PluginManager, config: EngineConfig) -> dict[str, str]:
+    """Variables that the platform wants to stand before torch is loaded. Opens no device."""
+    context = PlatformContext(options=None, config=config, device=_HOST, clock=SystemClock(), role="api")
+    provider = cast(PlatformProvider, manager.choose("platform", context).provider)
+    return provider.environment()
 
 
 def cache_dir(config: EngineConfig) -> Path:

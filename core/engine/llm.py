@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
@@ -40,9 +41,11 @@ class LLM:
         self._start(make_manager(config, self.builtins), config)
 
     def _start(self, manager: PluginManager, config: EngineConfig) -> None:
-        from .assembly import assemble_engine, open_checkpoints, resolve_model
+        from .assembly import assemble_engine, open_checkpoints, platform_environment, resolve_model
         from .front_end import FrontEnd
 
+        for name, value in platform_environment(manager, config).items():
+            os.environ.setdefault(name, value)  # read by torch's runtime when it is loaded: no effect if it is already
         resolved = resolve_model(manager, config, report=None)
         checkpoints = open_checkpoints(manager, config, resolved)
         self._front = FrontEnd(checkpoints.model, config, checkpoints.tokenizer)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import cast
-
-from ..clock import SystemClock
 from ..compatibility import refuse_incompatible
 from ..config import EngineConfig
-from ..contracts.platform import PlatformContext, PlatformProvider
-from ..contracts.provider import DeviceInfo
 from ..plugin_manager import PluginManager
-from .assembly import Report, freeze_manager, open_checkpoints, resolve_model
+from .assembly import Report, freeze_manager, open_checkpoints, platform_environment, resolve_model
 from .client import EngineClient
 from .front_end import FrontEnd
 from .launch import EngineProcess, EngineSetup
@@ -44,12 +39,3 @@ def start_engine(config: EngineConfig, manager: PluginManager, report: Report | 
     except BaseException:
         process.close(timeout_s=0.5)
         raise
-
-
-def platform_environment(manager: PluginManager, config: EngineConfig) -> dict[str, str]:
-    """Variables that the platform wants to stand before torch is loaded. Opens no device."""
-    context = PlatformContext(
-        options=None, config=config, device=DeviceInfo(kind="host", name="host"), clock=SystemClock(), role="api"
-    )
-    provider = cast(PlatformProvider, manager.choose("platform", context).provider)
-    return provider.environment()

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from hotswap.core.testing.tiny_models import make_tiny_model
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "hotswap-shortest-first"
 FILE = ROOT / "examples" / "shortest_first_file.py"
@@ -67,6 +69,25 @@ for request_id, num_tokens in enumerate((12, 7, 3)):
     harness.add(fake_request(request_id, prompt=prompt, arrival_time=0.0, max_tokens=2))
 harness.drain()
 print(*harness.ended)
+"""
+
+# The same through a whole engine: three prompts at once into one seat, and the order in which they were finished.
+LIVE_ORDER = """
+import sys
+from hotswap import LLM, SamplingParams
+
+llm = LLM(sys.argv[1], plugins=sys.argv[2:], max_model_len=64, num_gpu_blocks_override=50, max_num_seqs=1)
+ended, step = [], llm._engine.core.step
+
+def watched():
+    updates = step()
+    ended.extend(update.request_id - 1 for update in updates if update.finish_reason is not None)
+    return updates
+
+llm._engine.core.step = watched
+prompts = [{"prompt_token_ids": list(range(10, 10 + length))} for length in (30, 17, 5)]
+llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True), use_tqdm=False)
+print(*ended)
 """
 
 
@@ -169,6 +190,17 @@ def test_it_changes_the_order_of_service(outside: Environment) -> None:
     assert outside.order() == [0, 1, 2]
     assert outside.order("policy=shortest_first") == [2, 1, 0]
     assert outside.order("shortest_first,patience=50") == [2, 1, 0]
+
+
+def test_it_changes_the_order_of_service_of_a_running_engine(outside: Environment, tmp_path: Path) -> None:
+    model = str(make_tiny_model(tmp_path))
+
+    def order(*values: str) -> list[int]:
+        return [int(word) for word in outside.run("-c", LIVE_ORDER, model, *values).stdout.split()]
+
+    assert order() == [0, 1, 2]
+    assert order("policy=shortest_first") == [2, 1, 0]
+    assert order(str(FILE)) == [2, 1, 0]
 
 
 def test_a_single_file_does_the_same(outside: Environment) -> None:
