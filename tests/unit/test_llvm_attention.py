@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from hotswap.core.layers.jit import host_target
+from hotswap.core.layers.jit import assembly, generic_target, host_target
+from hotswap.plugins.kernels.llvm_cpu import elementwise, linear, rope
 from hotswap.plugins.kernels.llvm_cpu import paged_attention as module
+from hotswap.plugins.kernels.llvm_cpu.attention_code import Shape, build
 from hotswap.plugins.kernels.llvm_cpu.paged_attention import PagedAttention, paged_attention, plan_attention
 from hotswap.plugins.kernels.llvm_cpu.paged_cache import PagedCache
 
@@ -276,3 +278,23 @@ def test_wrong_arguments_are_named() -> None:
         dataclasses.replace(case, q=case.q.half()).run()
     with pytest.raises(ValueError, match=r"\[R \+ 1\]"):
         dataclasses.replace(case, starts=case.starts[:1]).run()
+
+
+@pytest.mark.parametrize(
+    ("triple", "instruction"), [("x86_64-unknown-linux-gnu", "mulps"), ("aarch64-unknown-linux-gnu", "fmla")]
+)
+def test_code_for_the_baseline_cpu_of_other_machines(triple: str, instruction: str) -> None:
+    """Compiled only: no such machine is here to run it."""
+    target = generic_target(triple, 4, has_fma=triple.startswith("aarch64"))
+    modules = [
+        build(target, Shape(64, 16, 3, "f32", "bf16")),
+        build(target, Shape(20, 4, 1, "bf16", "bf16")),
+        linear.build(target, "bf16", "bf16"),
+        elementwise.build_norm(target, "bf16", "f32", add=True, wide=False),
+        elementwise.build_gate(target, "silu_mul", "bf16"),
+        rope.build(target, "bf16", "f32"),
+    ]
+    for code in modules:
+        text = assembly(code)
+        assert instruction in text
+        assert "fmaf" not in text  # no call of the C library for each lane

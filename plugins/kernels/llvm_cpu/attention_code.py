@@ -22,8 +22,11 @@ TILE_ROWS = 8 * PASS_ROWS
 _LOWEST = -3.4028234663852886e38
 # Sums of a pass that takes several pairs (or column pairs) at once: enough to hide the latency of fma, without spills.
 _SUMS = 8
-# The most pairs that a pass takes at once; addresses of pairs are known so far beyond the chunk.
-_AHEAD = 4
+# The most pairs that a pass takes at once.
+_TOGETHER = 4
+# Keys are prefetched so many pairs before they are used; addresses of pairs are known so far beyond the chunk.
+_DISTANCE = 4
+_AHEAD = _TOGETHER + _DISTANCE
 
 PARAMS = [
     ("q", "ptr"),
@@ -105,7 +108,7 @@ class _Code:
         self.direct = shape.direct(target)
         self.source = shape.source(target)
         self.key_stride = shape.block_size if self.direct else CHUNK
-        self.score_stride = CHUNK + _AHEAD * self.pair
+        self.score_stride = CHUNK + _TOGETHER * self.pair
         self.module = Module(
             f"paged_attention_{shape.d}_{shape.block_size}_{shape.group}_{shape.dtype}_{shape.cache_dtype}", target
         )
@@ -189,7 +192,7 @@ class _Code:
 
     def _scores(self, fn: Function, rows: int, first: Val, last: Val) -> None:
         d, width, pair = self.shape.d, self.width, self.pair
-        together = max(1, min(_AHEAD, _SUMS // (2 * rows)))
+        together = max(1, min(_TOGETHER, _SUMS // (2 * rows)))
         q, scores = fn.buffer("q", "f32"), fn.buffer("scores", "f32")
         with fn.loop(first, last, together) as index:
             # Beyond the last pair the last one is computed again, into slots that nobody reads.
@@ -198,7 +201,9 @@ class _Code:
                 for i in range(together)
             ]
             sums = [[(fn.zeros(width), fn.zeros(width)) for _ in range(together)] for _ in range(rows)]
-            later = [fn.buffer("keys", "ptr").load_buffer(index + (together + i), self.source) for i in range(together)]
+            later = [
+                fn.buffer("keys", "ptr").load_buffer(index + (i + _DISTANCE), self.source) for i in range(together)
+            ]
             later += [fn.buffer("values", "ptr").load_buffer(index + i, self.source) for i in range(together)]
 
             with fn.loop(0, d) as component:
@@ -222,7 +227,7 @@ class _Code:
     def _values(self, fn: Function, rows: int, first: Val, last: Val) -> None:
         """Column strips of the values, as many columns at once as sums fit the registers."""
         d, pair = self.shape.d, self.pair
-        together = max(1, min(_AHEAD, _SUMS // (2 * rows)))
+        together = max(1, min(_TOGETHER, _SUMS // (2 * rows)))
         strips = d // (pair * together)
         if strips:
             with fn.loop(0, strips * pair * together, pair * together) as column:
