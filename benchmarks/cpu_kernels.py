@@ -19,10 +19,11 @@ import torch
 from torch.nn import functional as F
 
 from hotswap.core.layers.jit import host_target, stats
-from hotswap.plugins.kernels.llvm_cpu import elementwise, rope
+from hotswap.core.layers.jit import rope_write_kv as rope
+from hotswap.core.layers.jit.paged_cache import PagedCache
+from hotswap.plugins.attention.paged_cpu.kernel import PagedAttention, plan_attention
+from hotswap.plugins.kernels.llvm_cpu import elementwise
 from hotswap.plugins.kernels.llvm_cpu.linear import linear, pack
-from hotswap.plugins.kernels.llvm_cpu.paged_attention import PagedAttention, plan_attention
-from hotswap.plugins.kernels.llvm_cpu.paged_cache import PagedCache
 
 SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)]
 HEADS, KV_HEADS, D, BLOCK = 9, 3, 64, 16

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from hotswap.core.layers.jit import assembly, generic_target, host_target
-from hotswap.plugins.kernels.llvm_cpu import elementwise, linear, rope
-from hotswap.plugins.kernels.llvm_cpu import paged_attention as module
-from hotswap.plugins.kernels.llvm_cpu.attention_code import Shape, build
-from hotswap.plugins.kernels.llvm_cpu.paged_attention import PagedAttention, paged_attention, plan_attention
-from hotswap.plugins.kernels.llvm_cpu.paged_cache import PagedCache
+from hotswap.core.layers.jit import rope_write_kv as rope
+from hotswap.core.layers.jit.paged_cache import PagedCache
+from hotswap.plugins.attention.paged_cpu import kernel as module
+from hotswap.plugins.attention.paged_cpu.kernel import PagedAttention, paged_attention, plan_attention
+from hotswap.plugins.attention.paged_cpu.kernel_code import Shape, build
+from hotswap.plugins.kernels.llvm_cpu import elementwise, linear
 
 F32, BF16 = torch.float32, torch.bfloat16
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hotswap.core.layers.jit import host_target
-from hotswap.plugins.kernels.llvm_cpu import rope as module
-from hotswap.plugins.kernels.llvm_cpu.paged_cache import PagedCache
-from hotswap.plugins.kernels.llvm_cpu.rope import RopeWriteKV, rope_write_kv, rotary_embedding, write_kv
+from hotswap.core.layers.jit import rope_write_kv as module
+from hotswap.core.layers.jit.paged_cache import PagedCache
+from hotswap.core.layers.jit.rope_write_kv import RopeWriteKV, rope_write_kv, rotary_embedding, write_kv
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -13,9 +13,10 @@ from hotswap.core.contracts.attention import (
     KVLayout,
     LayerCache,
 )
-from hotswap.plugins.kernels.llvm_cpu.paged_attention import AttentionPlan, PagedAttention, plan_attention
-from hotswap.plugins.kernels.llvm_cpu.paged_cache import PagedCache
-from hotswap.plugins.kernels.llvm_cpu.rope import write_kv
+from hotswap.core.layers.jit.paged_cache import PagedCache
+from hotswap.core.layers.jit.rope_write_kv import write_to
+
+from .kernel import AttentionPlan, PagedAttention, plan_attention
 
 
 class PagedCpuAttention(AttentionBackend):
@@ -33,19 +34,20 @@ class PagedCpuAttention(AttentionBackend):
         self._geometry: BatchGeometry | None = None
         self._plans: dict[int, AttentionPlan] = {}  # by query heads per KV head; of the current step
         self._layers: dict[int, PagedAttention] = {}  # by layer index; made at the layer's first call
+        self._caches: dict[int, PagedCache] = {}  # by address of the keys
 
     def prepare(self, geometry: BatchGeometry) -> None:
         self._geometry = geometry
         self._plans.clear()
 
     def write_kv(self, key: Tensor, value: Tensor, cache: LayerCache) -> None:
-        write_kv(key, value, cache[0], cache[1], self._step().slot_mapping)
+        write_to(self._cache(cache), key, value, self._step().slot_mapping)
 
     def forward(self, query: Tensor, cache: LayerCache, layer: AttentionLayer) -> Tensor:
         step = self._step()
         kernel = self._layers.get(layer.index)
         if kernel is None or kernel.cache.key_cache is not cache[0]:
-            kernel = self._layers[layer.index] = _kernel(query, cache, layer, causal=step.causal)
+            kernel = self._layers[layer.index] = _kernel(query, self._cache(cache), layer, causal=step.causal)
         plan = self._plans.get(kernel.group)
         if plan is None:
             plan = plan_attention(step.query_start_loc, step.seq_lens, step.block_table, kernel.group)
@@ -53,16 +55,23 @@ class PagedCpuAttention(AttentionBackend):
         out = torch.empty((query.shape[0], layer.num_heads, layer.head_dim_v), dtype=query.dtype)
         return kernel(query, plan, out)
 
+    def _cache(self, cache: LayerCache) -> PagedCache:
+        key = cache[0].data_ptr()
+        found = self._caches.get(key)
+        if found is None or found.key_cache is not cache[0]:
+            found = self._caches[key] = PagedCache.of(*cache)
+        return found
+
     def _step(self) -> BatchGeometry:
         if self._geometry is None:
             raise RuntimeError("prepare() must come before the first layer of a step")
         return self._geometry
 
 
-def _kernel(query: Tensor, cache: LayerCache, layer: AttentionLayer, *, causal: bool) -> PagedAttention:
+def _kernel(query: Tensor, cache: PagedCache, layer: AttentionLayer, *, causal: bool) -> PagedAttention:
     return PagedAttention(
         layer.num_heads,
-        PagedCache.of(*cache),
+        cache,
         layer.scale,
         query.dtype,
         causal=causal,

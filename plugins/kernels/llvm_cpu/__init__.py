@@ -36,7 +36,7 @@ def _elementwise(name: str) -> Callable[[KernelContext], Any]:
 
 
 def _rope(context: KernelContext) -> Any:
-    from .rope import rotary_embedding
+    from hotswap.core.layers.jit.rope_write_kv import rotary_embedding
 
     return rotary_embedding
 

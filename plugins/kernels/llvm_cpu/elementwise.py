@@ -18,8 +18,7 @@ from hotswap.core.layers.jit import (
     sigmoid,
     through_bf16,
 )
-
-from .common import Native, compiled, dtype_name, threads_for
+from hotswap.core.layers.jit.native import Native, compiled, dtype_name, threads_for
 
 _ROWS_PER_ITEM = 4
 _COLUMNS_PER_ITEM = 1024

@@ -24,8 +24,7 @@ from hotswap.core.layers.jit import (
     parallel_function,
     team_size,
 )
-
-from .common import DTYPES, Native, compiled, dtype_name, pieces, split_table
+from hotswap.core.layers.jit.native import DTYPES, Native, compiled, dtype_name, pieces, split_table
 
 # Bytes of activations that a block of rows may fill: about half of a level 2 cache. But a block has so many rows at
 # least: each block reads all weights once more.

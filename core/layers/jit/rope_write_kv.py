@@ -6,10 +6,12 @@ import functools
 
 import torch
 
-from hotswap.core.layers.jit import Buffer, Module, Target, Team, Val, host_target, parallel_function
-
-from .common import DTYPES, Native, compiled, dtype_name, threads_for
+from .builder import Buffer, Module
+from .native import DTYPES, Native, compiled, dtype_name, threads_for
 from .paged_cache import PagedCache
+from .parallel import Team, parallel_function
+from .target import Target, host_target
+from .values import Val
 
 _TOKENS_PER_ITEM = 4
 
@@ -239,7 +241,14 @@ def write_kv(
     threads: int | None = None,
 ) -> None:
     """Writes k and v to the cache, unrotated; the arguments are those of `rope_write_kv`."""
-    _call("write_kv", None, k, v, None, None, PagedCache.of(key_cache, value_cache), slot_mapping, threads)
+    write_to(PagedCache.of(key_cache, value_cache), k, v, slot_mapping, threads=threads)
+
+
+def write_to(
+    cache: PagedCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, *, threads: int | None = None
+) -> None:
+    """`write_kv` into a cache that was looked at before: for every step of a layer."""
+    _call("write_kv", None, k, v, None, None, cache, slot_mapping, threads)
 
 
 def _call(

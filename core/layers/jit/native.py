@@ -1,4 +1,4 @@
-"""What the kernels of this folder share: dtype names, compiled functions and how many threads a call deserves."""
+"""What kernels share: dtype names, compiled functions, tiles of rows, and how many threads a call deserves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hotswap.core.layers.jit import CompiledModule, Module, compile_module, team_size
+from .builder import Module
+from .compiler import CompiledModule, compile_module
+from .pool import team_size
 
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 

@@ -1,4 +1,4 @@
-"""The paged KV cache of one layer, as the kernels of this folder read and write it."""
+"""The paged KV cache of one layer, as CPU kernels read and write it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .common import dtype_name
+from .native import dtype_name
 
 
 @dataclass(frozen=True, slots=True)

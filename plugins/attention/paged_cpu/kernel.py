@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from hotswap.core.layers.jit import Target, host_target, team_size
+from hotswap.core.layers.jit.native import DTYPES, Native, compiled
+from hotswap.core.layers.jit.paged_cache import PagedCache
 
-from .attention_code import PARAMS, TILE_ROWS, Shape, build
-from .common import DTYPES, Native, compiled
-from .paged_cache import PagedCache
+from .kernel_code import PARAMS, TILE_ROWS, Shape, build
 
 # Below this many multiplications a second thread costs more than it brings.
 _SERIAL_PRODUCTS = 64 * 1024

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hotswap.core.layers.jit import Buffer, Function, Module, Target, Team, Val, exp, parallel_function, tanh, unpair
-
-from .common import split_table
+from hotswap.core.layers.jit.native import split_table
 
 CHUNK = 128
 PASS_ROWS = 6
