@@ -108,9 +108,34 @@ def load(origin: Origin) -> object:
     return importlib.import_module(origin.target)
 
 
+def owner_of(error: BaseException, origins: Iterable[Origin]) -> Origin | None:
+    """The plugin at fault: the innermost frame of the traceback that lies in a plugin's code; None for the core's own."""
+    modules = {_module_of(origin): origin for origin in origins}
+    owner = None
+    trace = error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_globals.get("__name__", "")
+        while name and name not in modules:
+            name = name.rpartition(".")[0]
+        owner = modules.get(name, owner)
+        trace = trace.tb_next
+    return owner
+
+
+def _module_of(origin: Origin) -> str:
+    """The module (or package) whose code is the plugin's."""
+    if origin.how == "file":
+        return _module_name(Path(origin.target))
+    return origin.target.partition(":")[0]
+
+
+def _module_name(path: Path) -> str:
+    return f"hotswap_plugin_file_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}_{path.stem}"
+
+
 def _load_file(path: Path) -> object:
     # In sys.modules before it runs: dataclasses and pydantic look their annotations up there.
-    name = f"hotswap_plugin_file_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}_{path.stem}"
+    name = _module_name(path)
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

@@ -30,6 +30,7 @@ from .plugin_discovery import (
     entry_point_origins,
     file_origin,
     module_origin,
+    owner_of,
     root_cause,
     same_name,
 )
@@ -134,6 +135,10 @@ class PluginManager:
     def automatic_reasons(self, found: Registered, context: BuildContext, suits: Suits | None = None) -> list[str]:
         """Why the automatic choice passes a provider over; empty when it is a candidate."""
         return self._chooser.automatic_reasons(found, context, suits)
+
+    def owner_of(self, error: BaseException) -> Origin | None:
+        """The plugin whose code raised `error`; None when it was the core's own."""
+        return owner_of(error, self._registry.loaded)
 
     def inventory(self, context: BuildContext) -> list[InventoryRow]:
         """The rows of `hotswap plugins`; `context.model` may be None."""

@@ -18,6 +18,8 @@ from ..clock import SystemClock
 from ..config import EngineConfig
 from ..contracts.scheduler import RequestUpdate
 from ..errors import HotswapError, RequestError
+from ..plugin_discovery import Origin, root_cause
+from ..plugin_manager import PluginManager
 from .engine_core import EngineCore
 from .launch import EngineSetup, read_setup
 from .wire import (
@@ -153,24 +155,24 @@ def main() -> int:
     link = FrontLink(setup.input_address, setup.output_address)
     threading.Thread(target=_exit_with_parent, args=(stdin,), name="parent-watch", daemon=True).start()
     try:
-        core = _start(setup, link)
-        EngineLoop(core, link).run()
-        core.shutdown()
-        return 0
+        manager, core = _start(setup, link)
     except HotswapError as error:
         logger.debug("%s", traceback.format_exc())
-        link.send(Dead(str(error), error.exit_code))
-        return error.exit_code
-    except BaseException as error:  # noqa: BLE001  # the last frame of this process: whatever it was must reach the front end
-        logger.error("the engine stops: %s", root_cause(error))
+        return _die(link, str(error), error.exit_code)
+    except BaseException as error:  # noqa: BLE001  # whatever it was must reach the front end
         traceback.print_exc()
-        link.send(Dead(root_cause(error)))
-        return 1
-    finally:
-        link.close()
+        return _die(link, root_cause(error))
+    try:
+        EngineLoop(core, link).run()
+        core.shutdown()
+    except BaseException as error:  # noqa: BLE001  # the loop's last frame: the front end must learn why it ended
+        traceback.print_exc()
+        return _die(link, describe_fault(error, manager.owner_of(error)))
+    link.close()
+    return 0
 
 
-def _start(setup: EngineSetup, link: FrontLink) -> EngineCore:
+def _start(setup: EngineSetup, link: FrontLink) -> tuple[PluginManager, EngineCore]:
     from .assembly import assemble_engine, load_manager  # torch comes with it
 
     config = EngineConfig.from_json(setup.config)
@@ -182,16 +184,20 @@ def _start(setup: EngineSetup, link: FrontLink) -> EngineCore:
 
     engine = assemble_engine(manager, config, setup.model_path, setup.loader, SystemClock(), report)
     link.send(Ready(engine.info))
-    return engine.core
+    return manager, engine.core
 
 
-def root_cause(error: BaseException) -> str:
-    """The innermost cause in one line."""
-    while error.__cause__ is not None or (error.__context__ is not None and not error.__suppress_context__):
-        error = error.__cause__ or error.__context__ or error
-    text = str(error).strip().splitlines()
-    name = type(error).__name__
-    return f"{name}: {text[0]}" if text else name
+def _die(link: FrontLink, cause: str, exit_code: int = 1) -> int:
+    logger.error("the engine stops: %s", cause)
+    link.send(Dead(cause, exit_code))
+    link.close()
+    return exit_code
+
+
+def describe_fault(error: BaseException, owner: Origin | None) -> str:
+    """What stopped the loop, and whose code it was when it was a plugin's from outside."""
+    cause = root_cause(error)
+    return cause if owner is None or owner.builtin else f"{owner.described} failed: {cause}"
 
 
 def configure_logging(level: str) -> None:
