@@ -3,9 +3,10 @@
 
     python benchmarks/cpu_compare.py [--tasks prefill512,b1,b8,b16,mix32] [--reps 3] [--out results.jsonl]
 
-Each contender is a process of its own, so that their thread pools do not meet; the parent hands out one task at a time, in
-turn. transformers runs in float32 and in bfloat16 (they differ a lot between CPUs: the better one counts). Figures: prefill512 prompt tokens/s; b1, b8, b16 decode tokens/s (prompt 64, output 128, without the first token);
-mix32 output tokens/s over the whole wall time (transformers: one by one, and in static batches of 8 in arrival order).
+Each contender is a process of its own, so that their thread pools do not meet; the parent hands out one task at a time,
+in turn. transformers runs in float32 and in bfloat16 (they differ a lot between CPUs: the better one counts). Figures:
+prefill512 prompt tokens/s; b1, b8, b16 decode tokens/s (prompt 64, output 128, without the first token); mix32 output
+tokens/s over the whole wall time (transformers: one by one, and in static batches of 8 in arrival order).
 """
 
 from __future__ import annotations

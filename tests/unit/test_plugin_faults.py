@@ -44,7 +44,7 @@ def test_the_plugin_whose_code_raised_is_named(faulty: tuple[PluginManager, Keye
     owner = manager.owner_of(caught.value)
     assert owner is not None and owner.how == "file"
     message = describe_fault(caught.value, owner)
-    assert message == f"plugin file {path} failed: ZeroDivisionError: division by zero"
+    assert message == f"plugin file {path.name} failed: ZeroDivisionError: division by zero"
 
 
 def test_the_cores_own_faults_are_nobodys(faulty: tuple[PluginManager, KeyedPolicy, Path]) -> None:
