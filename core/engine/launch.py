@@ -6,7 +6,6 @@ The pipe stays open for as long as the parent lives; the engine ends when it clo
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import struct
@@ -25,12 +24,14 @@ MAX_SETUP_BYTES = 64 * 2**20
 class EngineSetup(msgspec.Struct):
     """All that the engine process is told.
 
-    config: EngineConfig as JSON. plugins: the frozen plugin list, as JSON. model_path, loader: the checkpoint, already fetched.
+    config: EngineConfig as JSON. plugins: the frozen plugin list. environment: variables to set before torch is loaded, where
+    the operator has not set them. model_path, loader: the checkpoint, already fetched.
     input_address, output_address: ZeroMQ endpoints on unix sockets that the parent has bound.
     """
 
     config: bytes
     plugins: bytes
+    environment: dict[str, str]
     model_path: str
     loader: str
     input_address: str
@@ -58,16 +59,11 @@ def read_setup(stream: BinaryIO) -> EngineSetup:
 class EngineProcess:
     """The engine as a child process. Owned by one client, which closes it."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
-        """environment: variables added to the child's, for settings that must stand before torch is loaded."""
+    def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="hotswap-"))  # mkdtemp gives mode 0700
         self.input_address = f"ipc://{self._folder / 'in'}"
         self.output_address = f"ipc://{self._folder / 'out'}"
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "hotswap.core.engine.process"],
-            stdin=subprocess.PIPE,
-            env={**os.environ, **environment},
-        )
+        self._child = subprocess.Popen([sys.executable, "-m", "hotswap.core.engine.process"], stdin=subprocess.PIPE)
 
     @property
     def pid(self) -> int:

@@ -152,6 +152,8 @@ def main() -> int:
         setup = read_setup(stdin)
     except EOFError:
         return 0
+    for name, value in setup.environment.items():
+        os.environ.setdefault(name, value)
     link = FrontLink(setup.input_address, setup.output_address)
     threading.Thread(target=_exit_with_parent, args=(stdin,), name="parent-watch", daemon=True).start()
     try:

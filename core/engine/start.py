@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..compatibility import refuse_incompatible
 from ..config import EngineConfig
 from ..plugin_manager import PluginManager
@@ -11,21 +13,26 @@ from .front_end import FrontEnd
 from .launch import EngineProcess, EngineSetup
 
 
-def start_engine(config: EngineConfig, manager: PluginManager, report: Report | None = None) -> EngineClient:
-    """Fetches the model, starts the engine process and reads tokenizer and template meanwhile.
+def start_engine(
+    config: EngineConfig, make_manager: Callable[[], PluginManager], report: Report | None = None
+) -> EngineClient:
+    """Starts the engine process, fetches the model and reads tokenizer and template.
 
-    manager: loaded, with the operator's choices. Features that do not go together are refused first. The client
-    still has to be started inside an event loop. Raises PluginError, UsageError or ModelLoadError in one line.
+    The process is started first of all: it imports what it needs while this one still chooses plugins and finds the model.
+    make_manager: gives the loaded manager with the operator's choices. Features that do not go together are refused. The
+    client still has to be started inside an event loop. Raises PluginError, UsageError or ModelLoadError in one line.
     """
-    refuse_incompatible(config)
-    environment = platform_environment(manager, config)
-    resolved = resolve_model(manager, config, report)
-    process = EngineProcess(environment)
+    process = EngineProcess()
     try:
+        refuse_incompatible(config)
+        manager = make_manager()
+        environment = platform_environment(manager, config)
+        resolved = resolve_model(manager, config, report)
         process.configure(
             EngineSetup(
                 config=config.to_json().encode(),
                 plugins=freeze_manager(manager),
+                environment=environment,
                 model_path=str(resolved.path),
                 loader=resolved.loader,
                 input_address=process.input_address,

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hotswap.core.config import EngineConfig, ServerConfig
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     listener = bind(config.host, config.port)
     progress = ProgressLine()
     # The engine's start comes before the import of the HTTP side: the two then happen side by side.
-    start = BackgroundStart(lambda: launch_engine(engine_config, settings.manager(), progress))
+    start = BackgroundStart(lambda: launch_engine(engine_config, settings.manager, progress))
     from ..serving import serve
     from ..state import ServerState
 
@@ -66,11 +67,13 @@ def run(arguments: argparse.Namespace) -> int:
         progress.close()
 
 
-def launch_engine(config: EngineConfig, manager: PluginManager, progress: ProgressLine) -> StartableEngine:
+def launch_engine(
+    config: EngineConfig, make_manager: Callable[[], PluginManager], progress: ProgressLine
+) -> StartableEngine:
     """Blocks until the engine process is on its way. Raises HotswapError."""
     from hotswap.core.engine.start import start_engine
 
-    client = start_engine(config, manager, report=progress)
+    client = start_engine(config, make_manager, report=progress)
     client.on_progress = lambda message: progress(message.what, message.done, message.total)
     return client
 
