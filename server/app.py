@@ -41,7 +41,8 @@ def create_app(state: ServerState) -> FastAPI:
     _add_routes(app, services)
     app.add_exception_handler(HTTPException, _reply)
     app.add_exception_handler(RequestValidationError, _reply)
-    authentication = Authentication(KeyRing(state.config.api_key), metrics_public=state.config.metrics_public)
+    keys = KeyRing(key.get_secret_value() for key in state.config.api_key)
+    authentication = Authentication(keys, metrics_public=state.config.metrics_public)
     app.add_middleware(
         Guard, authentication=authentication, host=HostCheck(state.config.host), on_refused=metrics.on_refused
     )

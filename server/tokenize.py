@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ from starlette.responses import Response
 
 from hotswap.core.errors import RequestError
 
-from .openai.prompts import encode_messages, encode_text, need_tokenizer
+from .openai.prompts import encode_messages, encode_text, is_small, need_tokenizer
 from .openai.protocol import DetokenizeRequest, TokenizeRequest
 from .openai.routes import Services
 
@@ -43,8 +44,10 @@ async def detokenize(services: Services, http: Request) -> Response:
     engine = services.state.ready_engine()
     tokenizer = need_tokenizer(engine)
     width = engine.info.logits_width
-    for token_id in request.tokens:
-        if not 0 <= token_id < width:
-            raise RequestError(f"tokens: an id is outside 0..{width - 1}", param="tokens")
-    text = tokenizer.decode(request.tokens)
+    if request.tokens and not (min(request.tokens) >= 0 and max(request.tokens) < width):
+        raise RequestError(f"tokens: an id is outside 0..{width - 1}", param="tokens")
+    if is_small(request.tokens):
+        text = tokenizer.decode(request.tokens)
+    else:
+        text = await asyncio.to_thread(tokenizer.decode, request.tokens)
     return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")

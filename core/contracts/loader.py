@@ -125,3 +125,7 @@ class Loader(ABC):
     @abstractmethod
     def open(self, path: Path, *, trust_remote_code: bool = False) -> Checkpoint:
         """Opens it. Reads metadata, no tensors. Raises ModelLoadError naming the file and what is wrong with it."""
+
+    def open_metadata(self, path: Path) -> Checkpoint:
+        """Opens it for its tokenizer and config alone: weights may be absent, and are not looked at."""
+        return self.open(path)

@@ -122,7 +122,8 @@ class Policy(ABC):
         return budget.num_tokens
 
     def shed(self) -> Iterable[Shed]:
-        """Waiting requests to refuse now. Called once a step, before admission; they are removed by the core."""
+        """Waiting requests to refuse now. Called once a step, before admission. The scheduler then takes each
+        out with `remove` and refuses it."""
         return ()
 
     def on_scheduled(self, view: RequestView, num_tokens: int) -> None:
@@ -135,10 +136,14 @@ class Policy(ABC):
         """The request ended, for whatever reason, and will not be seen again."""
 
 
+_REMOVED_ENTRIES_KEPT = 64
+
+
 class KeyedPolicy(Policy):
     """A whole policy from one `key`: waiting requests are served in ascending order of it, over a heap.
 
-    The key is taken when a request is pushed. Removal is lazy: a removed entry stays in the heap until it surfaces.
+    The key is taken when a request is pushed. Removal is lazy: a removed entry stays in the heap until it surfaces, or
+    until the removed ones are the majority.
     """
 
     def __init__(self) -> None:
@@ -171,6 +176,9 @@ class KeyedPolicy(Policy):
 
     def remove(self, request_id: int) -> None:
         del self._views[request_id]
+        if len(self._heap) > 2 * len(self._views) + _REMOVED_ENTRIES_KEPT:
+            self._heap = [entry for entry in self._heap if entry[1] in self._views]
+            heapq.heapify(self._heap)
 
     def __len__(self) -> int:
         return len(self._views)

@@ -21,7 +21,7 @@ from ..contracts.loader import Checkpoint, Loader, LoaderContext
 from ..contracts.platform import PlatformContext, PlatformProvider
 from ..contracts.provider import DeviceInfo
 from ..contracts.source import Source, SourceContext
-from ..errors import ModelLoadError
+from ..errors import ModelLoadError, UsageError
 from ..plugin_manager import FrozenPlugins, PluginManager, Suits
 from ..plugin_selection import PYTHON, selections_from_settings
 
@@ -100,25 +100,34 @@ def platform_environment(manager: PluginManager, config: EngineConfig) -> dict[s
 def cache_dir(config: EngineConfig) -> Path:
     """Where downloads and caches live; created private to the user."""
     path = Path(config.model.download_dir or "~/.cache/hotswap").expanduser()
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise UsageError(
+            f"the cache folder {path} cannot be made: {error.strerror}; give another --download-dir"
+        ) from error
     return path
 
 
 def resolve_model(manager: PluginManager, config: EngineConfig, report: Report | None) -> ResolvedModel:
     """Fetches the model if need be and finds its format. Raises UsageError or ModelLoadError."""
-    path = _fetch(manager, config, config.model.model, report)
+    path = _fetch(manager, config, config.model.model, config.model.revision, report)
     loader = _loader_for(manager, config, path, named=True)
     if config.model.tokenizer is None:
         return ResolvedModel(path, loader)
-    tokenizer_path = _fetch(manager, config, config.model.tokenizer, report)
+    # The revision is the model's own: another repository has other tags and commits.
+    revision = config.model.revision if config.model.tokenizer == config.model.model else None
+    tokenizer_path = _fetch(manager, config, config.model.tokenizer, revision, report)
     return ResolvedModel(path, loader, tokenizer_path, _loader_for(manager, config, tokenizer_path, named=False))
 
 
-def _fetch(manager: PluginManager, config: EngineConfig, model: str, report: Report | None) -> Path:
+def _fetch(
+    manager: PluginManager, config: EngineConfig, model: str, revision: str | None, report: Report | None
+) -> Path:
     context = SourceContext(options=None, config=config, device=_HOST, clock=SystemClock(), cache_dir=cache_dir(config))
     suits = Suits(f"the model argument {model!r}", lambda provider: provider.build(context).accepts(model))
     source: Source = manager.build("source", context, suits=suits)
-    return source.fetch(model, revision=config.model.revision, cache_dir=cache_dir(config), report=report)
+    return source.fetch(model, revision=revision, cache_dir=cache_dir(config), report=report)
 
 
 def _loader_for(manager: PluginManager, config: EngineConfig, path: Path, *, named: bool) -> str:
@@ -147,7 +156,8 @@ def open_checkpoints(manager: PluginManager, config: EngineConfig, resolved: Res
     model = open_checkpoint(manager, config, resolved.path, resolved.loader)
     if resolved.tokenizer_path is None or resolved.tokenizer_loader is None:
         return OpenCheckpoints(model)
-    return OpenCheckpoints(model, open_checkpoint(manager, config, resolved.tokenizer_path, resolved.tokenizer_loader))
+    loader: Loader = manager.build_named("loader", resolved.tokenizer_loader, _loader_context(config))
+    return OpenCheckpoints(model, loader.open_metadata(resolved.tokenizer_path))
 
 
 def assemble_engine(

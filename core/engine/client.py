@@ -20,6 +20,7 @@ import zmq.asyncio
 
 from ..clock import SystemClock
 from ..config import EngineConfig
+from ..contracts.scheduler import RequestUpdate
 from ..errors import EngineDeadError, HotswapError, ModelLoadError, RequestError, UsageError
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
@@ -45,7 +46,7 @@ from .wire import (
 
 logger = logging.getLogger("hotswap.client")
 
-STUCK_SECONDS = 60.0  # a loop that says nothing for this long, heartbeats included, is stuck
+STUCK_SECONDS = 120.0  # a loop that says nothing for this long, heartbeats included, is stuck
 
 
 class _Stream:
@@ -99,6 +100,7 @@ class EngineClient:
         self._last_message = time.monotonic()
         self._death: EngineDeadError | None = None
         self._draining = False
+        self._connected = False  # whether the front end knows the engine's facts
         self._ready: asyncio.Future[EngineInfo] | None = None
         self._idle: asyncio.Event | None = None
         self.stats = EngineStats()
@@ -107,7 +109,13 @@ class EngineClient:
     def _bound_socket(self, kind: int, address: str) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)
         socket.set_hwm(0)
-        socket.bind(address)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise HotswapError(
+                f"cannot open the socket {address}: {error.strerror}; if its path is too long, set TMPDIR to a short one"
+            ) from error
         return socket
 
     # What the server reads.
@@ -138,12 +146,12 @@ class EngineClient:
         """ "starting", "ready", "draining" or "dead"."""
         if self._death is not None:
             return "dead"
-        if self._ready is None or not self._ready.done():
+        if not self._connected:
             return "starting"
         return "draining" if self._draining else "ready"
 
     def health(self) -> str | None:
-        """None when healthy, else the cause: dead, or stuck (nothing heard for a minute)."""
+        """None when healthy, else the cause: dead, or stuck (nothing heard for two minutes)."""
         if self._death is not None:
             return str(self._death)
         if any(task.done() for task in self._tasks):
@@ -165,6 +173,7 @@ class EngineClient:
         threading.Thread(target=self._watch_process, args=(loop,), name="engine-watch", daemon=True).start()
         info = await self._ready
         self._front.connect(info, SystemClock())
+        self._connected = True
         return info
 
     async def drain(self, timeout: float) -> bool:
@@ -183,7 +192,7 @@ class EngineClient:
         self._draining = True
         if self._death is None:
             self._die("the server is shutting down")
-            await self._send(Shutdown())
+            self._send(Shutdown())
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -213,6 +222,7 @@ class EngineClient:
         """Yields deltas until every choice is finished. Closing the iterator aborts in the engine and frees the blocks.
 
         Raises RequestError before the first delta for a request that cannot be served, EngineDeadError when the engine goes.
+        What the engine itself refuses (its queue is full) or gives up comes as a delta with `error`.
         """
         self._check_open()
         requests = self._front.inputs.process(
@@ -225,7 +235,7 @@ class EngineClient:
             self._idle.clear()
         try:
             for request in requests:
-                await self._send(request)
+                self._send(request)
             finished = False
             while not finished:
                 output = await stream.next()
@@ -237,7 +247,7 @@ class EngineClient:
             if not self._streams and self._idle is not None:
                 self._idle.set()
             if running and self._death is None:
-                self._send_now(AbortRequests(running))
+                self._send(AbortRequests(running))
 
     async def reset_prefix_cache(self) -> bool:
         """Forgets cached prefixes; False when some are in use."""
@@ -249,7 +259,7 @@ class EngineClient:
         self._num_calls += 1
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[self._num_calls] = future
-        await self._send(Call(self._num_calls, method, arguments))
+        self._send(Call(self._num_calls, method, arguments))
         return await future
 
     def _check_open(self) -> None:
@@ -260,39 +270,33 @@ class EngineClient:
         if self._draining:
             raise RequestError("the server is shutting down", code="draining", status=503)
 
-    async def _send(self, message: FrontMessage) -> None:
-        await self._inputs.send(self._encoder.encode(message))
-
-    def _send_now(self, message: FrontMessage) -> None:
-        """Without awaiting: from a `finally` that may run while its task is being cancelled."""
+    def _send(self, message: FrontMessage) -> None:
+        """Never awaited: a send waits for ever once the engine is gone, and its caller would not hear of the death. A
+        `finally` that runs while its task is being cancelled can send as well."""
         self._inputs.send(self._encoder.encode(message))
 
     async def _receive(self) -> None:
-        while True:
-            frame = await self._outputs.recv()
-            self._last_message = time.monotonic()
-            try:
-                message = self._decoder.decode(frame)
-            except msgspec.DecodeError as error:
-                logger.warning("dropped a frame that is not one of ours: %s", error)
-                continue
-            self._handle(message)
+        try:
+            while True:
+                frame = await self._outputs.recv()
+                self._last_message = time.monotonic()
+                try:
+                    message = self._decoder.decode(frame)
+                except msgspec.DecodeError as error:
+                    logger.warning("dropped a frame that is not one of ours: %s", error)
+                    continue
+                self._handle(message)
+                await asyncio.sleep(0)  # recv() of what is there already does not give way to other tasks
+        except Exception as error:
+            logger.exception("nothing more is received from the engine")
+            self._die(f"the API process cannot read the engine's messages: {type(error).__name__}: {error}")
 
     def _handle(self, message: EngineMessage) -> None:
         if isinstance(message, Outputs):
             if message.stats is not None:
                 self.stats = message.stats
             for update in message.updates:
-                routed = self._front.outputs.apply(update)
-                if routed is None:
-                    continue
-                state, delta = routed
-                if state.to_abort:
-                    self._send_now(AbortRequests(state.to_abort))
-                    state.to_abort = []
-                stream = self._streams.get(id(state))
-                if stream is not None:
-                    stream.put(delta)
+                self._deliver(update)
         elif isinstance(message, Ready):
             if self._ready is not None and not self._ready.done():
                 self._ready.set_result(message.info)
@@ -308,6 +312,24 @@ class EngineClient:
                     future.set_result(message.result)
         elif isinstance(message, Dead):
             self._die(message.cause, message.exit_code)
+
+    def _deliver(self, update: RequestUpdate) -> None:
+        """To the stream of the request that it belongs to."""
+        try:
+            routed = self._front.outputs.apply(update)
+        except Exception:
+            # Making one request's text must not end the task that serves all.
+            logger.exception("engine request %d is given up", update.request_id)
+            routed = self._front.outputs.give_up(update.request_id)
+        if routed is None:
+            return
+        state, delta = routed
+        if state.to_abort:
+            self._send(AbortRequests(state.to_abort))
+            state.to_abort = []
+        stream = self._streams.get(id(state))
+        if stream is not None:
+            stream.put(delta)
 
     def _die(self, cause: str, exit_code: int = 1) -> None:
         """The first cause is the root cause and stays."""
@@ -335,4 +357,4 @@ class EngineClient:
     def _on_exit(self, status: int) -> None:
         if self._death is None:
             logger.error("%s", describe_exit(status))
-        self._die(describe_exit(status))
+        self._die(describe_exit(status), max(status, 1))

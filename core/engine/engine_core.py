@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ..clock import Clock
 from ..contracts.executor import Executor
 from ..contracts.scheduler import RequestUpdate, Scheduler
-from ..errors import RequestError
+from ..errors import PlanError, RequestError
 from ..request import Request
 from ..scheduling.mechanism import Mechanism
 from .wire import EngineRequest, EngineStats
@@ -82,6 +82,8 @@ class EngineCore:
         started = self._clock.now()
         while self._num_in_flight < self._max_steps_in_flight:
             plan = self.scheduler.schedule()
+            if self.mechanism.num_steps_in_flight != self._num_in_flight + (plan is not None):
+                raise PlanError("the scheduler did not return the plan that it built, or one that it did not build")
             if plan is None:
                 break
             self.executor.execute(plan)

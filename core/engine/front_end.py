@@ -9,6 +9,7 @@ from ..clock import Clock
 from ..config import EngineConfig
 from ..contracts.loader import Checkpoint
 from ..errors import RequestError, UsageError
+from ..sampling_params import SamplingParams
 from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from .input_processor import InputLimits, InputProcessor
@@ -58,21 +59,37 @@ class FrontEnd:
         self.inputs = InputProcessor(info, self.tokenizer, self.eos_token_ids, clock, self._limits, seed)
         self.outputs = OutputProcessor(self.tokenizer)
 
-    def encode(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a raw prompt. Raises RequestError without a tokenizer."""
+    def encode(self, prompt: str) -> list[int]:
+        """Token ids of a raw prompt that the caller of Python code wrote, who is trusted: special tokens in it are tokens.
+        Raises RequestError without a tokenizer."""
         if self.tokenizer is None:
             raise RequestError("this engine runs without a tokenizer: send token ids", param="prompt")
-        return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        return self.tokenizer.encode(prompt, allow_special=True)
 
 
 def generation_defaults(generation_config: dict[str, Any], config: EngineConfig) -> dict[str, Any]:
     """Sampling defaults, under SamplingParams' names: the model author's, replaced by the operator's.
 
     A null means "not said". `do_sample` is not read: a client that sends no temperature expects OpenAI's default.
+    Raises UsageError for a default that no request could use.
     """
     author = {} if config.model.generation_config == "none" else generation_config
-    merged = {**author, **config.model.override_generation_config}
+    override = config.model.override_generation_config
+    unknown = sorted(override.keys() - _GENERATION_NAMES.keys())
+    if unknown:
+        raise UsageError(
+            f"--override-generation-config: {', '.join(map(repr, unknown))} is no sampling default; "
+            f"there are {', '.join(_GENERATION_NAMES)}"
+        )
+    merged = {**author, **override}
     defaults = {ours: merged[theirs] for theirs, ours in _GENERATION_NAMES.items() if merged.get(theirs) is not None}
+    try:
+        SamplingParams(**defaults)
+    except RequestError as error:  # now, and not in every request that relies on it
+        raise UsageError(
+            f"sampling defaults: {error.message}; correct it with --override-generation-config, or ignore the model's "
+            "generation_config.json with --generation-config none"
+        ) from error
     return defaults
 
 
@@ -84,5 +101,8 @@ def _template_text(value: str | None) -> str | None:
         path = Path(value)
         if not path.is_file():
             raise UsageError(f"--chat-template {value}: no such file, and it is no template either (no '{{')")
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"--chat-template {value}: not a text in UTF-8") from error
     return value

@@ -15,6 +15,7 @@ from .wire import EngineInfo, EngineRequest
 
 SALT_ALPHABET = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._~+/=:-")
 MAX_SALT_CHARS = 256
+MAX_BAD_WORD_TOKENS = 64  # each is compared with the end of the output in every step
 _MASK64 = 2**64 - 1
 
 
@@ -127,6 +128,11 @@ class InputProcessor:
         for word in words:
             for text in (word, " " + word.lstrip()):
                 ids = self._tokenizer.encode(text, add_special_tokens=False)
+                if len(ids) > MAX_BAD_WORD_TOKENS:
+                    raise RequestError(
+                        f"bad_words: an entry is {len(ids)} tokens long; at most {MAX_BAD_WORD_TOKENS}",
+                        param="bad_words",
+                    )
                 if ids and ids not in spellings:
                     spellings.append(ids)
         return spellings

@@ -6,6 +6,7 @@ The pipe stays open for as long as the parent lives; the engine ends when it clo
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import struct
@@ -63,7 +64,13 @@ class EngineProcess:
         self._folder = Path(tempfile.mkdtemp(prefix="hotswap-"))  # mkdtemp gives mode 0700
         self.input_address = f"ipc://{self._folder / 'in'}"
         self.output_address = f"ipc://{self._folder / 'out'}"
-        self._child = subprocess.Popen([sys.executable, "-m", "hotswap.core.engine.process"], stdin=subprocess.PIPE)
+        # Imports come from where they come from here, and with -P not from the working directory: that may be a
+        # downloaded model's folder, whose files must not be run.
+        self._child = subprocess.Popen(
+            [sys.executable, "-P", "-m", "hotswap.core.engine.process"],
+            stdin=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+        )
 
     @property
     def pid(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
@@ -44,8 +45,9 @@ class LLM:
         from .assembly import assemble_engine, open_checkpoints, platform_environment, resolve_model
         from .front_end import FrontEnd
 
-        for name, value in platform_environment(manager, config).items():
-            os.environ.setdefault(name, value)  # read by torch's runtime when it is loaded: no effect if it is already
+        if "torch" not in sys.modules:  # its runtime reads them when it is loaded; afterwards they would only mislead
+            for name, value in platform_environment(manager, config).items():
+                os.environ.setdefault(name, value)
         resolved = resolve_model(manager, config, report=None)
         checkpoints = open_checkpoints(manager, config, resolved)
         self._front = FrontEnd(checkpoints.model, config, checkpoints.tokenizer)
@@ -76,7 +78,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Runs all prompts together and returns their outputs in order.
 
-        prompts: texts, lists of token ids, or `{"prompt": text}` / `{"prompt_token_ids": ids}`; one or a list of them.
+        prompts: texts (special tokens in them are read as such), lists of token ids, or `{"prompt": text}` /
+        `{"prompt_token_ids": ids}`; one or a list of them.
         sampling_params: one for all, or one each; the model's defaults when None. use_tqdm: show a progress bar.
         Raises RequestError for a prompt that cannot be served (nothing is run then).
         """
@@ -240,8 +243,12 @@ class LLM:
         """After Ctrl-C or a refusal: nothing of this call stays in the engine."""
         for state in self._front.outputs.states():
             self._engine.core.abort(self._front.outputs.forget(state))
-        while self._engine.core.has_work():
-            self._engine.core.step()
+        try:
+            while self._engine.core.has_work():
+                self._engine.core.step()
+        except BaseException:  # an interrupt in the middle of a step can leave it in pieces
+            self.shutdown()
+            raise
 
 
 class _Progress:

@@ -86,6 +86,7 @@ class RequestState:
     prompt_tokenizer: Tokenizer | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    has_prompt_logprobs: bool = False
     to_abort: list[int] = field(default_factory=list)
 
     @property
@@ -111,7 +112,8 @@ class RequestState:
             error=update.error,
             error_status=update.error_status,
         )
-        if update.prompt_logprobs is not None and choice.index == 0:
+        if update.prompt_logprobs is not None and not self.has_prompt_logprobs:
+            self.has_prompt_logprobs = True  # every choice brings the same; whichever is first
             output.prompt_logprobs = self._describe_prompt(update.prompt_logprobs)
         return output
 
@@ -167,6 +169,18 @@ class OutputProcessor:
         if state.choices[update.request_id].finished:
             del self._states[update.request_id]
         return None if output is None else (state, output)
+
+    def give_up(self, request_id: int) -> tuple[RequestState, RequestOutput] | None:
+        """After `apply` raised: ends the caller's whole request with an error; what still runs of it is in `to_abort`."""
+        state = self._states.get(request_id)
+        if state is None:
+            return None
+        state.to_abort.extend(self.forget(state))
+        for choice in state.choices.values():
+            choice.finished = True
+        output = RequestOutput(state.request_id, state.prompt, state.prompt_token_ids, [], finished=True)
+        output.error = "the answer could not be put together; the server's log says why"
+        return state, output
 
     def forget(self, state: RequestState) -> list[int]:
         """Drops a request; the engine ids that are still running, to be aborted."""

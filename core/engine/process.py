@@ -40,6 +40,7 @@ from .wire import (
 logger = logging.getLogger("hotswap.engine")
 
 HEARTBEAT_SECONDS = 0.5
+LAST_WORD_SECONDS = 30.0  # the front end may still be reading its tokenizer; if it is gone, so is this process
 STATS_SECONDS = 0.05  # gauges travel at most this often, and whenever the engine falls idle
 
 
@@ -77,8 +78,9 @@ class FrontLink:
                 self.num_bad_frames += 1
                 logger.warning("dropped a frame that is not one of ours: %s", error)
 
-    def close(self) -> None:
-        self._outputs.close(linger=1000)
+    def close(self, linger_s: float = 1.0) -> None:
+        """linger_s: how long to wait for a front end that has not taken every message yet."""
+        self._outputs.close(linger=int(linger_s * 1000))
         self._inputs.close(linger=0)
         self._context.term()
 
@@ -192,7 +194,7 @@ def _start(setup: EngineSetup, link: FrontLink) -> tuple[PluginManager, EngineCo
 def _die(link: FrontLink, cause: str, exit_code: int = 1) -> int:
     logger.error("the engine stops: %s", cause)
     link.send(Dead(cause, exit_code))
-    link.close()
+    link.close(LAST_WORD_SECONDS)
     return exit_code
 
 

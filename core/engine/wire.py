@@ -36,7 +36,7 @@ class AbortRequests(msgspec.Struct, tag="abort"):
 
 
 class Call(msgspec.Struct, tag="call"):
-    """An administrative call: "reset_prefix_cache", "stats", "plugins". Answered by a Reply with the same id."""
+    """An administrative call: "reset_prefix_cache", "stats", "check_integrity". Answered by a Reply with the same id."""
 
     call_id: int
     method: str
@@ -103,7 +103,7 @@ class StartupProgress(msgspec.Struct, tag="progress"):
 
 
 class Outputs(msgspec.Struct, tag="outputs"):
-    """Everything that one update confirmed. Also sent with no updates as a heartbeat (at least once a second)."""
+    """Everything that one update confirmed. Also sent with no updates as a heartbeat, twice a second, while nothing runs."""
 
     updates: list[RequestUpdate]
     stats: EngineStats | None = None  # not with every step: gauges are cheap to read late and dear to gather often

@@ -204,7 +204,8 @@ class Mechanism(SchedulingMechanism):
             expected = state.in_flight[0].step_id if state.in_flight else "none"
             raise PlanError(f"result of step {result.step_id}, but the oldest step in flight is {expected}")
         step = state.in_flight.popleft()
-        if [row.request_id for row in result.rows] != [row.request_id for row in step.rows]:
+        # Against what was planned, not against the plan's own rows: those were in a plugin's hands.
+        if [row.request_id for row in result.rows] != [request.request_id for request in step.requests]:
             raise PlanError(f"the rows of the result of step {result.step_id} are not those of its plan")
         return step
 

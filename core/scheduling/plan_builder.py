@@ -72,6 +72,7 @@ class StepPlanBuilder(PlanBuilder):
         return missing
 
     def schedule(self, view: RequestView, num_tokens: int) -> None:
+        self._check_open()
         wanted = self.num_tokens_wanted(view)
         if (
             not 0 < num_tokens <= wanted
@@ -104,6 +105,7 @@ class StepPlanBuilder(PlanBuilder):
         return self._reason_against(self._waiting(view), num_tokens) is None
 
     def admit(self, view: RequestView, num_tokens: int) -> None:
+        self._check_open()
         request = self._waiting(view)
         reason = self._reason_against(request, num_tokens)
         if reason is not None:
@@ -175,6 +177,7 @@ class StepPlanBuilder(PlanBuilder):
         return [r for r in running.requests[first:] if r is not protected and self._may_yield(r)]
 
     def preempt(self, view: RequestView) -> bool:
+        self._check_open()
         request = self._running(view)
         if request is self._state.protected() or not self._may_yield(request):
             raise PlanError(
@@ -195,8 +198,7 @@ class StepPlanBuilder(PlanBuilder):
     # The plan.
 
     def build(self) -> StepPlan | None:
-        if self._built:
-            raise PlanError(f"plan {self._step_id} was built already")
+        self._check_open()
         self._built = True
         state = self._state
         state.check_policy()
@@ -255,6 +257,10 @@ class StepPlanBuilder(PlanBuilder):
             self._on_scheduled(request, num_tokens)
 
     # Checks.
+
+    def _check_open(self) -> None:
+        if self._built:
+            raise PlanError(f"plan {self._step_id} was built already")
 
     def _running(self, view: RequestView) -> Request:
         request = self._live.get(view.request_id)

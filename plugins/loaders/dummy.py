@@ -11,7 +11,7 @@ import numpy as np
 
 from hotswap.core.contracts.loader import Checkpoint, Loader, ModelLoadError, TokenizerSpec, WeightSpec
 
-from .hf_folder import read_folder
+from .hf_folder import MetadataCheckpoint
 from .parallel import ahead
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class DummyLoader(Loader):
 
     def open(self, path: Path, *, trust_remote_code: bool = False) -> DummyCheckpoint:
         if path.is_dir() and (path / "config.json").is_file():
-            return DummyCheckpoint(_FolderOnly(path))
+            return DummyCheckpoint(MetadataCheckpoint(path))
         for loader in self._loaders:
             if loader.accepts(path):
                 return DummyCheckpoint(loader.open(path, trust_remote_code=trust_remote_code))
@@ -112,30 +112,3 @@ def _drawn(spec: WeightSpec, table: Tensor, seed: int) -> Tensor:
         picks = source.random_raw((part.size + 3) // 4).view(np.uint16)[: part.size]
         np.take(values, picks, out=part, mode="clip")
     return tensor
-
-
-class _FolderOnly(Checkpoint):
-    """The metadata of a HuggingFace folder whose weights are not looked at."""
-
-    def __init__(self, folder: Path) -> None:
-        metadata = read_folder(folder)
-        self.path = folder
-        self.config = metadata.config
-        self.generation_config = metadata.generation_config
-        self.chat_template = metadata.chat_template
-        self.eos_token_ids = metadata.eos_token_ids()
-        self.needs_remote_code = metadata.needs_remote_code
-        self.total_bytes = 0
-        self._metadata = metadata
-
-    def tokenizer_spec(self) -> TokenizerSpec | None:
-        return self._metadata.tokenizer_spec()
-
-    def weight_names(self) -> list[str]:
-        return []
-
-    def weights(self, dtype: torch.dtype | None, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        return iter(())
-
-    def close(self) -> None:
-        """Nothing is open."""

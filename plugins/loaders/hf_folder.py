@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hotswap.core.contracts.loader import ModelLoadError, TokenizerSpec
+from hotswap.core.contracts.loader import Checkpoint, ModelLoadError, TokenizerSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 MAX_JSON_BYTES = 256 << 20
 _MAX_ADDED_BYTES = 8 << 20
@@ -73,9 +77,9 @@ class FolderMetadata:
         return tuple(sorted(found))
 
 
-def read_folder(folder: Path) -> FolderMetadata:
+def read_folder(folder: Path, *, config_needed: bool = True) -> FolderMetadata:
     """Raises ModelLoadError when config.json is missing or a file is not what it should be."""
-    if not (folder / "config.json").is_file():
+    if config_needed and not (folder / "config.json").is_file():
         raise ModelLoadError(f"{folder}: has no config.json, so it is not a model in HuggingFace's form")
     tokenizer_config = read_json(folder / "tokenizer_config.json")
     return FolderMetadata(
@@ -118,7 +122,10 @@ def named_special_tokens(folder: Path, tokenizer_config: Mapping[str, Any]) -> d
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
     """The default template: a file of its own before the entry in tokenizer_config.json."""
     if (path := folder / "chat_template.jinja").is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ModelLoadError(f"{path}: not a text in UTF-8") from error
     value = read_json(folder / "chat_template.json").get("chat_template", tokenizer_config.get("chat_template"))
     if isinstance(value, list):
         named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, Mapping)}
@@ -161,3 +168,31 @@ def _ints(*values: Any) -> set[int]:
                 yield item
 
     return {item for item in flat(values) if type(item) is int and item >= 0}
+
+
+class MetadataCheckpoint(Checkpoint):
+    """The metadata of a HuggingFace folder whose weights are not looked at."""
+
+    def __init__(self, folder: Path, *, config_needed: bool = True) -> None:
+        """config_needed: False for a folder that only a tokenizer is wanted of."""
+        metadata = read_folder(folder, config_needed=config_needed)
+        self.path = folder
+        self.config = metadata.config
+        self.generation_config = metadata.generation_config
+        self.chat_template = metadata.chat_template
+        self.eos_token_ids = metadata.eos_token_ids()
+        self.needs_remote_code = metadata.needs_remote_code
+        self.total_bytes = 0
+        self._metadata = metadata
+
+    def tokenizer_spec(self) -> TokenizerSpec | None:
+        return self._metadata.tokenizer_spec()
+
+    def weight_names(self) -> list[str]:
+        return []
+
+    def weights(self, dtype: torch.dtype | None, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -50,7 +50,7 @@ def _local(context: SourceContext) -> Source:
 def _hub(context: SourceContext) -> Source:
     from .source_hub import HubSource
 
-    return HubSource()
+    return HubSource(with_code=context.config.model.trust_remote_code)
 
 
 def _pypi(context: SourceContext) -> Source:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hotswap.core.contracts.loader import Checkpoint, Loader, ModelLoadError, TokenizerSpec
 
-from .hf_folder import read_folder, read_json
+from .hf_folder import MetadataCheckpoint, read_folder, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,8 @@ class SafetensorsLoader(Loader):
             return path.suffix in (".bin", ".pt", ".pth", ".safetensors")
         if any(path.glob("*.safetensors")) or (path / INDEX).is_file():
             return True
-        return (path / "config.json").is_file() and not any(path.glob("*.gguf"))
+        described = (path / "config.json").is_file() or (path / "tokenizer.json").is_file()
+        return described and not any(path.glob("*.gguf"))
 
     def open(self, path: Path, *, trust_remote_code: bool = False) -> SafetensorsCheckpoint:
         if not path.is_dir():
@@ -41,6 +42,9 @@ class SafetensorsLoader(Loader):
                 raise ModelLoadError(f"{path}: name the folder that holds it, with its config.json")
             raise ModelLoadError(_pickle_refusal(path))
         return SafetensorsCheckpoint(path)
+
+    def open_metadata(self, path: Path) -> Checkpoint:
+        return MetadataCheckpoint(path, config_needed=False) if path.is_dir() else self.open(path)
 
 
 class SafetensorsCheckpoint(Checkpoint):

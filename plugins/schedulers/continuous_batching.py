@@ -58,7 +58,8 @@ class ContinuousBatching(Scheduler):
             num_tokens = self._share(plan, view, plan.num_tokens_to_admit(view))
             if num_tokens <= 0 or not plan.can_admit(view, num_tokens):
                 return
-            self.policy.pop()
+            if self.policy.pop() is not view:
+                raise RuntimeError(f"policy {type(self.policy).__name__}: pop took another request than peek had shown")
             plan.admit(view, num_tokens)
 
     def _shed(self) -> None:

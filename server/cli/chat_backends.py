@@ -46,7 +46,7 @@ class RemoteBackend:
                 reply = await self._client.get(f"{self._base}/models")
                 await _check(reply)
                 self._model = reply.json()["data"][0]["id"]
-            except httpx.HTTPError as error:
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
                 raise HotswapError(f"no server answers at {self._base}: {type(error).__name__}") from None
             except (KeyError, IndexError, TypeError, ValueError):
                 raise HotswapError(f"{self._base}/models does not list a model: is this an OpenAI server?") from None
@@ -107,7 +107,7 @@ class LocalBackend:
 
         logging.basicConfig(level=self._config.log_level.upper(), format="hotswap: %(levelname)s: %(message)s")
         progress = ProgressLine()
-        start = BackgroundStart(lambda: launch_engine(self._config, self._settings.manager(), progress))
+        start = BackgroundStart(lambda: launch_engine(self._config, self._settings.manager, progress))
         try:
             self._engine = await start.engine()
             await self._engine.start()

@@ -140,6 +140,12 @@ def _scalar_type(info: FieldInfo) -> tuple[Any, tuple[str, ...], bool]:
     return typing.get_origin(annotation) or annotation, (), optional
 
 
+def takes_auto(info: FieldInfo) -> bool:
+    """Whether "auto" may be given for a number, and means what not giving it means."""
+    kind, _, optional = _scalar_type(info)
+    return optional and kind in (int, float)
+
+
 def _number(kind: type[int] | type[float], optional: bool) -> Callable[[str], Any]:
     def convert(text: str) -> Any:
         if optional and text == "auto":

@@ -54,9 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(words)
     except HotswapError as error:
-        if _debug_wanted(words):
-            logging.basicConfig(level=logging.DEBUG)
-            logging.getLogger(PROGRAM).debug("traceback of the error below", exc_info=True)
+        _trace_if_wanted(words)
         print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -64,6 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output is gone: nothing more can be said
         return 141
+    except OSError as error:  # a file that cannot be read or written, wherever: its name is all that the reader needs
+        _trace_if_wanted(words)
+        what = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
+        print(f"{PROGRAM}: error: {what}", file=sys.stderr)
+        return 1
+
+
+def _trace_if_wanted(words: Sequence[str]) -> None:
+    if _debug_wanted(words):
+        logging.basicConfig(level=logging.DEBUG)
+        logging.getLogger(PROGRAM).debug("traceback of the error below", exc_info=True)
 
 
 def configure_logging(level: str) -> None:

@@ -48,7 +48,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     settings = read_settings(arguments, EngineConfig)
-    configure_logging(str({**settings.config_file, **settings.command_line}.get("log_level", "warning")))
+    asked = settings.build(EngineConfig).log_level
+    given = "log_level" in {**settings.config_file, **settings.command_line}
+    configure_logging(asked if given else "warning")
     if arguments.action == "explain" and arguments.kind not in KINDS:
         kind = arguments.kind or ""
         raise UsageError(f"explain {kind}: name a kind{nearest(kind, KINDS)} (kinds: {', '.join(KINDS)})")

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from pydantic import SecretStr
+
 from hotswap.core.config import EngineConfig, ServerConfig
 from hotswap.core.errors import UsageError
 
@@ -81,7 +83,7 @@ def launch_engine(
 def with_key_from_environment(config: ServerConfig) -> ServerConfig:
     """HOTSWAP_API_KEY is one more key: unlike a flag, it is not seen in the list of processes."""
     key = os.environ.get(API_KEY_VARIABLE)
-    return config.model_copy(update={"api_key": [*config.api_key, key]}) if key else config
+    return config.model_copy(update={"api_key": [*config.api_key, SecretStr(key)]}) if key else config
 
 
 def check_exposure(config: ServerConfig) -> None:

@@ -19,7 +19,7 @@ from hotswap.core.errors import UsageError
 from hotswap.core.plugin_manager import PluginManager
 from hotswap.core.plugin_selection import COMMAND_LINE, CONFIG_FILE, Parsed, selections_from_settings
 
-from .flags import flag_name, flat_fields, given_settings
+from .flags import flag_name, flat_fields, given_settings, takes_auto
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
@@ -84,7 +84,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise UsageError(f"--config {path}: a mapping of settings is needed, got {type(content).__name__}")
-    known = {name for config in (EngineConfig, ServerConfig) for name, _, _ in flat_fields(config)}
+    known = {name: info for config in (EngineConfig, ServerConfig) for name, info, _ in flat_fields(config)}
     settings: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).removeprefix("--").replace("-", "_")
@@ -94,7 +94,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
             raise UsageError(f"--config {path}: unknown setting {key!r}{hint}")
         if name in settings:
             raise UsageError(f"--config {path}: {key!r} is given twice")
-        settings[name] = value
+        settings[name] = None if value == "auto" and takes_auto(known[name]) else value
     plugins = settings.get("plugin", [])
     if not isinstance(plugins, list) or not all(isinstance(item, str) for item in plugins):
         raise UsageError(f"--config {path}: plugin is a list of values such as policy=fcfs")

@@ -115,7 +115,6 @@ class Generation:
             async with aclosing(stream):
                 async for output in stream:
                     if output.error is not None:
-                        followed.started = True
                         raise RequestError(output.error, status=output.error_status)
                     followed.observe(output)
                     yield number, output

@@ -14,6 +14,7 @@ from ..state import ServerState
 from .protocol import ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
 
 INLINE_CHARS = 4096  # a shorter text is tokenized faster than a thread is reached
+ITEM_CHARS = 4  # what a list's item costs beside its text, in characters
 MAX_BYTES_PER_TOKEN = 512  # no vocabulary seen has a longer token; a text over window * this cannot fit
 
 
@@ -70,11 +71,12 @@ async def encode_prompts(
 ) -> list[Prompt]:
     """Raises RequestError (400)."""
     add_special_tokens = request.add_special_tokens is not False
+    inline = is_small(prompts)  # together: many short texts keep the event loop as long as a long one
     encoded = []
     for prompt in prompts:
         if isinstance(prompt, str):
             ids = await encode_text(
-                engine, prompt, add_special_tokens=add_special_tokens, truncates=_truncates(request)
+                engine, prompt, add_special_tokens=add_special_tokens, truncates=_truncates(request), inline=inline
             )
             if not ids:
                 raise RequestError("the prompt is empty: it must hold at least one token", param="prompt")
@@ -85,12 +87,15 @@ async def encode_prompts(
 
 
 async def encode_text(
-    engine: ServedEngine, text: str, *, add_special_tokens: bool, truncates: bool = False
+    engine: ServedEngine, text: str, *, add_special_tokens: bool, truncates: bool = False, inline: bool = True
 ) -> list[int]:
-    """Token ids of raw text; special-token strings in it are plain text. Raises RequestError (400)."""
+    """Token ids of raw text; special-token strings in it are plain text. Raises RequestError (400).
+
+    inline: False when it is one of so many texts that together they are long.
+    """
     tokenizer = need_tokenizer(engine)
     _check_length(engine, text, truncates)
-    if len(text) <= INLINE_CHARS:
+    if inline and len(text) <= INLINE_CHARS:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
@@ -106,18 +111,20 @@ async def encode_messages(state: ServerState, engine: ServedEngine, request: Cha
         raise RequestError(
             "this model has no chat template: use /v1/completions, or start the server with --chat-template"
         )
+    documents = getattr(request, "documents", None)
+    template_of_request = request.chat_template
+    inline = template_of_request is None and is_small([request.messages, documents, request.chat_template_kwargs])
     messages = [_with_known_role(message) for message in request.messages or []]
     size = sum(_text_size(message.get("content")) for message in messages)
     truncates = isinstance(request, SamplingFields) and _truncates(request)
     limit = _max_chars(engine)
     if size > limit and not truncates:
         raise _too_long(engine)
-    template_of_request = request.chat_template
 
     def work() -> list[int]:
         rendered: RenderedPrompt = template.render(
             messages,
-            documents=getattr(request, "documents", None),
+            documents=documents,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message is True,
             template_kwargs=request.chat_template_kwargs,
@@ -126,10 +133,24 @@ async def encode_messages(state: ServerState, engine: ServedEngine, request: Cha
         )
         return tokenizer.encode_chat(rendered)
 
-    inline = size <= INLINE_CHARS and template_of_request is None
     ids = work() if inline else await asyncio.to_thread(work)
     prompt = Prompt(ids)
     return _truncated(prompt, request) if isinstance(request, SamplingFields) else prompt
+
+
+def is_small(value: Any) -> bool:
+    """Whether JSON data is so little that work on it may be done on the event loop. Looks no further than it must."""
+    left, size = [value], 0
+    while left and size <= INLINE_CHARS:
+        item = left.pop()
+        size += len(item) if isinstance(item, str) else ITEM_CHARS
+        if isinstance(item, dict):
+            left.extend(item.values())
+            size += sum(map(len, item))
+        elif isinstance(item, list):
+            size += ITEM_CHARS * len(item)
+            left.extend(item[:INLINE_CHARS])
+    return size <= INLINE_CHARS
 
 
 def need_tokenizer(engine: ServedEngine) -> Tokenizer:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hotswap.core.errors import RequestError
-from hotswap.core.sampling_params import MAX_N, SamplingParams
+from hotswap.core.sampling_params import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIAS, MAX_N, SamplingParams
 
 from .protocol import SamplingFields
 
@@ -46,6 +46,11 @@ def num_choices(fields: SamplingFields, num_prompts: int, max_requests_per_call:
             f"{num_prompts} prompts with n={n} make {num_prompts * n} choices; at most {max_requests_per_call} fit in "
             "one call (--max-requests-per-call)",
             param="n" if num_prompts == 1 else "prompt",
+        )
+    if len(fields.allowed_token_ids or ()) * num_prompts * n > MAX_ALLOWED_TOKEN_IDS:
+        raise RequestError(
+            f"allowed_token_ids: at most {MAX_ALLOWED_TOKEN_IDS // (num_prompts * n)} entries for {num_prompts * n} choices",
+            param="allowed_token_ids",
         )
     return n
 
@@ -87,6 +92,8 @@ def requested_max_tokens(fields: SamplingFields) -> int | None:
 
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise RequestError(f"logit_bias has {len(bias)} entries; at most {MAX_LOGIT_BIAS}", param="logit_bias")
     result: dict[int, float] = {}
     for key, value in bias.items():
         if not _TOKEN_ID.fullmatch(key):

@@ -197,7 +197,43 @@ def test_config_file_refusals(tmp_path: Path, text: str, expected: str) -> None:
     assert str(path) in str(caught.value)
 
 
+def test_auto_in_the_config_file_is_what_it_is_as_a_flag(tmp_path: Path) -> None:
+    path = tmp_path / "hotswap.yaml"
+    path.write_text("max-model-len: auto\nload-format: auto\n")
+    config = settings("--config", str(path)).build(EngineConfig)
+    assert config.model.max_model_len is None and config.model.load_format == "auto"
+
+
+def test_api_keys_are_never_shown(tmp_path: Path) -> None:
+    config = ServerConfig(api_key=["sesame"])
+    assert "sesame" not in f"{config!r} {config} {config.model_dump()} {config.model_dump_json()}"
+    path = tmp_path / "hotswap.yaml"
+    for text in ("api-key: sesame\n", "api-key: [[sesame]]\n"):
+        path.write_text(text)
+        with pytest.raises(UsageError, match="--api-key") as caught:
+            settings("--config", str(path)).build(ServerConfig)
+        assert "sesame" not in str(caught.value)
+
+
 # The commands.
+
+
+def test_what_cannot_be_read_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        raise PermissionError(13, "Permission denied", "model/config.json")
+
+    monkeypatch.setattr("hotswap.server.cli.version_command.run", run)
+    assert main(["version"]) == 1
+    assert capsys.readouterr().err == "hotswap: error: model/config.json: Permission denied\n"
+
+
+def test_a_bad_log_level_in_the_config_file_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("logging.root.handlers", [])  # as in a process of its own: basicConfig looks at the level
+    path = tmp_path / "hotswap.yaml"
+    path.write_text("log-level: loud\n")
+    assert "--log-level" in refused(capsys, "plugins", "--config", str(path))
 
 
 def test_plugins_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -123,6 +125,29 @@ def test_a_forked_child_has_its_own_helpers() -> None:
     assert os.waitstatus_to_exitcode(status) == 0
     count(counts, 2)
     assert (counts == 2).all()
+
+
+_crowds: list[pool.ThreadPool] = []  # helper threads use their pool's memory for ever
+
+
+def test_a_crowd_of_sleepers_wakes_whole() -> None:
+    """Whoever takes sleepers off the list owes each of them a byte, also when they are more than one message has room
+    for."""
+    crowd = pool.ThreadPool(pool.thread_pool()._code)
+    _crowds.append(crowd)
+    crowd.reserve(140)
+
+    def all_asleep() -> bool:
+        end = time.monotonic() + 10
+        while crowd._words[pool._SLEEPERS] != 140 and time.monotonic() < end:
+            time.sleep(0.01)
+        return bool(crowd._words[pool._SLEEPERS] == 140)
+
+    assert all_asleep()
+    body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda frame: None)
+    address = ctypes.cast(body, ctypes.c_void_p).value
+    crowd._code.function("run", ["ptr", "ptr", "ptr", "i64"])(crowd.address, address, 0, 140)
+    assert all_asleep()
 
 
 @pytest.mark.parametrize(

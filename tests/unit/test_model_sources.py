@@ -199,6 +199,13 @@ def test_hub_takes_weights_and_metadata_only(tmp_path: Path, monkeypatch: pytest
     assert hub.revisions == ["v2", "v2"]
 
 
+def test_hub_takes_code_along_only_when_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = FakeHub(tmp_path, ["config.json", "model.safetensors", "modeling_x.py", "sub/x.py"], monkeypatch)
+    source = HubSource(with_code=True)
+    source.fetch("org/name", revision=None, cache_dir=Path("unused"), report=None)
+    assert hub.asked is not None and "modeling_x.py" in hub.asked and "sub/x.py" not in hub.asked
+
+
 def test_hub_gguf_by_file_or_quantization(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split = ["m-F16-00001-of-00002.gguf", "m-F16-00002-of-00002.gguf"]
     hub = FakeHub(tmp_path, ["m-Q4_K_M.gguf", "m-Q8_0.gguf", *split], monkeypatch)

@@ -136,7 +136,8 @@ def test_public_bind_without_key(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_key_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTSWAP_API_KEY", "from-env")
-    assert with_key_from_environment(ServerConfig(api_key=["a"])).api_key == ["a", "from-env"]
+    keys = with_key_from_environment(ServerConfig(api_key=["a"])).api_key
+    assert [key.get_secret_value() for key in keys] == ["a", "from-env"]
     monkeypatch.delenv("HOTSWAP_API_KEY")
     assert with_key_from_environment(ServerConfig()).api_key == []
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
 
+from hotswap.core.config import EngineConfig
 from hotswap.core.errors import HotswapError, UsageError
+from hotswap.core.plugin_manager import PluginManager
+from hotswap.core.testing.fake_engine import FakeEngine
 from hotswap.server.cli import chat
 from hotswap.server.cli.chat_backends import RemoteBackend, _delta_of
 
@@ -109,3 +112,23 @@ def test_nobody_there() -> None:
 
     with pytest.raises(HotswapError, match="no server answers"):
         asyncio.run(run())
+
+
+def test_an_engine_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Everything of `hotswap chat MODEL` but the engine itself."""
+    engine = FakeEngine()
+
+    def start_engine(config: EngineConfig, make_manager: Callable[[], PluginManager], report: Any) -> FakeEngine:
+        assert make_manager().providers("policy")
+        return engine
+
+    monkeypatch.setattr("hotswap.core.engine.start.start_engine", start_engine)
+    assert chat.run(parse("tiny", "--once", "hello", "--max-tokens", "5")) == 0
+    assert len(capsys.readouterr().out.strip()) == 5
+    assert engine.state == "dead" and not engine.aborted
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "127.0.0.1:9"])
+def test_addresses_that_cannot_be_used(url: str) -> None:
+    with pytest.raises(HotswapError, match="no server answers"):
+        chat.run(parse("--url", url, "--once", "x"))

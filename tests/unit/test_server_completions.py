@@ -226,6 +226,32 @@ def test_cached_tokens_and_salt(api: Any) -> None:
     assert [cached(cache_salt="a"), cached(cache_salt="b"), cached(cache_salt="a"), cached()] == [0, 0, 32, 0]
 
 
+def test_many_short_texts_are_work_for_a_thread_too(
+    make_api: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import asyncio
+
+    calls = []
+    to_thread = asyncio.to_thread
+
+    async def counted(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments[0])
+        return await to_thread(*arguments, **options)
+
+    monkeypatch.setattr(asyncio, "to_thread", counted)
+    api = make_api(FakeEngine(lambda prompt, choice: [80], max_model_len=4096))
+    assert api.complete(["x" * 1000] * 2, max_tokens=1).status_code == 200
+    assert api.chat("x" * 1000, max_tokens=1).status_code == 200
+    assert api.post("/detokenize", {"tokens": [80] * 100}).status_code == 200
+    assert not calls
+    assert api.complete(["x" * 1000] * 5, max_tokens=1).status_code == 200
+    assert len(calls) == 5
+    assert api.chat("x", max_tokens=1, documents=[{"text": "y" * 5000}]).status_code == 200
+    assert api.chat("x", max_tokens=1, chat_template_kwargs={"a": ["y"] * 5000}).status_code == 200
+    assert api.post("/detokenize", {"tokens": [80] * 5000}).status_code == 200
+    assert len(calls) == 8
+
+
 def test_a_text_that_cannot_fit_is_not_tokenized(api: Any) -> None:
     def explode(*_: Any, **__: Any) -> Any:
         raise AssertionError("tokenized")

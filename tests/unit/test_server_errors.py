@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
 
 from hotswap.core.errors import EngineDeadError, HotswapError, RequestError
+from hotswap.core.outputs import CompletionOutput, RequestOutput
 from hotswap.core.testing.fake_engine import FakeEngine
 from hotswap.server.errors import describe, public_text
 
@@ -98,6 +99,29 @@ def test_refusals_of_the_engine(api: Any) -> None:
     api.engine.refuse = RequestError("too many requests wait", code="queue_full", status=429)
     for stream in (False, True):
         check_shape(api.complete(stream=stream), 429)
+    assert api.metric("admission_rejections_total", reason="queue_full") == 2
+    assert api.metric("request_success_total", finished_reason="error") == 0
+
+
+def test_a_full_queue_is_a_refusal_and_not_a_request_that_failed(make_api: Callable[..., Any]) -> None:
+    """The engine process says so in its first and last word about the request."""
+
+    class Full(FakeEngine):
+        async def generate(self, *arguments: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:
+            yield RequestOutput(
+                "r",
+                None,
+                [80],
+                [CompletionOutput(0, finish_reason="error")],
+                finished=True,
+                error="full",
+                error_status=429,
+            )
+
+    api = make_api(Full())
+    for stream in (False, True):
+        reply = api.complete("a", stream=stream)
+        assert reply.status_code == 429 and reply.headers["retry-after"]
     assert api.metric("admission_rejections_total", reason="queue_full") == 2
     assert api.metric("request_success_total", finished_reason="error") == 0
 

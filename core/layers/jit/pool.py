@@ -71,10 +71,14 @@ def _build_run(module: Module) -> None:
             generation = (pool.atomic_load(_STATE) >> 16) + 1
             pool.atomic("xchg", (generation << 16) | _OPEN, _STATE)
             with fn.when(pool.atomic_load(_SLEEPERS, "seq_cst").gt(0)):
-                sleepers = pool.atomic("xchg", 0, _SLEEPERS)
+                owed = fn.var(I64, pool.atomic("xchg", 0, _SLEEPERS))
                 message = fn.stack_buffer("i64", 16)
                 fd = pool.load(_WRITE_FD).to_i32()
-                _call(fn, "write", I64, [I32, PTR, I64], [fd.ir, message.pointer.ir, sleepers.minimum(128).ir])
+                with fn.forever() as paid:
+                    count = owed.get().minimum(128)
+                    _call(fn, "write", I64, [I32, PTR, I64], [fd.ir, message.pointer.ir, count.ir])
+                    owed.set(owed.get() - count)
+                    fn.break_if(owed.get().eq(0), paid)
             fn.call_pointer(body, frame)
             pool.atomic("and", ~_OPEN, _STATE)
             spins = fn.var(I64, 0)
