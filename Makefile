@@ -40,6 +40,7 @@ test-full: $(STAMP) lint
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 
 test-gpu:
+	@test -d tests/gpu || { echo "make: this version has no GPU platform and so no tests/gpu"; exit 1; }
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m pytest tests/gpu -m gpu $(ARGS)
 
 clean:
