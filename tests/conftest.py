@@ -41,3 +41,19 @@ def _no_network() -> Iterator[None]:
         del os.environ["HF_HUB_OFFLINE"]
     else:
         os.environ["HF_HUB_OFFLINE"] = before
+
+
+@pytest.fixture(autouse=True)
+def _every_pool_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever an idle offline engine is shut down, in any test, its block accounting is audited: nothing may be held."""
+    from hotswap.core.engine.llm import LLM
+
+    shutdown = LLM.shutdown
+
+    def audited(self: LLM) -> None:
+        if not self._closed and not self._engine.core.has_work():
+            self.check_integrity()
+            assert self.stats.kv_usage == 0.0, "blocks are held although nothing runs"
+        shutdown(self)
+
+    monkeypatch.setattr(LLM, "shutdown", audited)
