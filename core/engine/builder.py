@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -18,7 +18,7 @@ from ..contracts.attention import AttentionBackend, AttentionContext, CacheSpec
 from ..contracts.executor import Executor, ExecutorContext, Worker
 from ..contracts.kernels import OPS, KernelContext
 from ..contracts.loader import Checkpoint
-from ..contracts.model import Model, ModelContext
+from ..contracts.model import Model, ModelContext, ModelProvider
 from ..contracts.platform import Platform, PlatformContext
 from ..contracts.policy import Policy, PolicyContext
 from ..contracts.provider import BuildContext, DeviceInfo, ModelInfo
@@ -189,7 +189,8 @@ class EngineBuilder:
             max_model_len=window,
             model_path=str(self._checkpoint.path),
         )
-        native = any(architecture in found.provider.architectures for found in self._manager.providers("model"))  # type: ignore[attr-defined]
+        providers = [cast(ModelProvider, found.provider) for found in self._manager.providers("model")]
+        native = any(architecture in provider.architectures for provider in providers)
         suits = Suits(
             f"architecture {architecture!r}",
             lambda provider: architecture in provider.architectures if native else provider.fallback,

@@ -1,6 +1,6 @@
 """The async front end: lives in the API process, talks to the engine process. No torch here.
 
-One task receives; each request has a `_Stream` that the task fills and the request's consumer drains. Deltas that pile up
+One task receives; each request has a `DeltaStream` that the task fills and the request's consumer drains. Deltas that pile up
 while the consumer sleeps are merged, so a slow reader costs memory for its own text only and loses nothing.
 """
 
@@ -26,9 +26,9 @@ from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
 from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import Tokenizer
+from .delta_stream import DeltaStream
 from .front_end import FrontEnd
 from .launch import EngineProcess, describe_exit
-from .output_processor import RequestState, merge_delta
 from .wire import (
     AbortRequests,
     Call,
@@ -49,38 +49,6 @@ logger = logging.getLogger("hotswap.client")
 STUCK_SECONDS = 120.0  # a loop that says nothing for this long, heartbeats included, is stuck
 
 
-class _Stream:
-    """One caller's request: merged deltas that wait, and the event that says so. Filled and drained on one event loop."""
-
-    def __init__(self, state: RequestState) -> None:
-        self.state = state
-        self._pending: RequestOutput | None = None
-        self._failure: EngineDeadError | None = None
-        self._event = asyncio.Event()
-
-    def put(self, delta: RequestOutput) -> None:
-        if self._pending is None:
-            self._pending = delta
-        else:
-            merge_delta(self._pending, delta)
-        self._event.set()
-
-    def fail(self, error: EngineDeadError) -> None:
-        self._failure = error
-        self._event.set()
-
-    async def next(self) -> RequestOutput:
-        """Waits for something to deliver. Raises EngineDeadError once what arrived before it is delivered."""
-        await self._event.wait()
-        self._event.clear()
-        if self._pending is not None:
-            output, self._pending = self._pending, None
-            if self._failure is not None:
-                self._event.set()
-            return output
-        raise self._failure or EngineDeadError("the engine ended without saying why")
-
-
 class EngineClient:
     """Everything that the server needs of an engine. Made before the event loop runs, started inside it."""
 
@@ -93,7 +61,7 @@ class EngineClient:
         self._outputs = self._bound_socket(zmq.PULL, process.output_address)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
-        self._streams: dict[int, _Stream] = {}  # by id() of the RequestState
+        self._streams: dict[int, DeltaStream] = {}  # by id() of the RequestState
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -229,7 +197,7 @@ class EngineClient:
             prompt_token_ids, params, priority=priority, user=user, cache_salt=cache_salt
         )
         state = self._front.outputs.add(request_id, prompt, requests)
-        stream = _Stream(state)
+        stream = DeltaStream()
         self._streams[id(state)] = stream
         if self._idle is not None:
             self._idle.clear()
@@ -287,7 +255,7 @@ class EngineClient:
                     continue
                 self._handle(message)
                 await asyncio.sleep(0)  # recv() of what is there already does not give way to other tasks
-        except Exception as error:
+        except Exception as error:  # whatever it was: without this task every stream would hang
             logger.exception("nothing more is received from the engine")
             self._die(f"the API process cannot read the engine's messages: {type(error).__name__}: {error}")
 

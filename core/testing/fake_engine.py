@@ -13,8 +13,9 @@ from typing import Any
 from ..clock import SystemClock
 from ..contracts.plan import PositionLogprobs
 from ..contracts.scheduler import RequestUpdate
+from ..engine.delta_stream import DeltaStream
 from ..engine.input_processor import InputLimits, InputProcessor
-from ..engine.output_processor import OutputProcessor, RequestState, merge_delta
+from ..engine.output_processor import OutputProcessor, RequestState
 from ..engine.wire import EngineInfo, EngineRequest, EngineStats
 from ..errors import EngineDeadError, RequestError
 from ..outputs import RequestOutput
@@ -100,7 +101,7 @@ class FakeEngine:
         self._outputs = OutputProcessor(tokenizer)
         self._cached: set[tuple[str | None, tuple[int, ...]]] = set()
         self._death: str | None = None
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, DeltaStream] = {}
 
     async def start(self) -> EngineInfo:
         """As EngineClient.start; `state` may be "starting" before."""
@@ -147,7 +148,7 @@ class FakeEngine:
         requests = self._inputs.process(prompt_token_ids, params, priority=priority, user=user, cache_salt=cache_salt)
         self.requests.extend(requests)
         state = self._outputs.add(request_id, prompt, requests)
-        stream = self._streams[id(state)] = _Stream()
+        stream = self._streams[id(state)] = DeltaStream()
         tasks = [
             asyncio.create_task(self._run(request, number, stream, self._cached_tokens(request)))
             for number, request in enumerate(requests)
@@ -179,7 +180,7 @@ class FakeEngine:
         self._cached.update(keys)
         return min(max(hits, default=0), len(ids) - 1)
 
-    async def _run(self, request: EngineRequest, number: int, stream: _Stream, num_cached: int) -> None:
+    async def _run(self, request: EngineRequest, number: int, stream: DeltaStream, num_cached: int) -> None:
         sampling = request.sampling
         limit = sampling.max_tokens or 0
         tokens = self._script(request.prompt_token_ids, number)[:limit]
@@ -215,32 +216,3 @@ def _position(token_id: int, num_alternatives: int) -> PositionLogprobs:
     if len(values) > 2:
         values[-1] = float("-inf")
     return PositionLogprobs([token_id, *others], values, list(range(1, len(values) + 1)))
-
-
-class _Stream:
-    """Deltas that wait for the consumer, merged into one."""
-
-    def __init__(self) -> None:
-        self._pending: RequestOutput | None = None
-        self._failure: Exception | None = None
-        self._event = asyncio.Event()
-
-    def put(self, delta: RequestOutput) -> None:
-        if self._pending is None:
-            self._pending = delta
-        else:
-            merge_delta(self._pending, delta)
-        self._event.set()
-
-    def fail(self, error: Exception) -> None:
-        self._failure = error
-        self._event.set()
-
-    async def next(self) -> RequestOutput:
-        while self._pending is None:
-            if self._failure is not None:
-                raise self._failure
-            self._event.clear()
-            await self._event.wait()
-        output, self._pending = self._pending, None
-        return output
