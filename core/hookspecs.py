@@ -33,13 +33,16 @@ if TYPE_CHECKING:
     from .contracts.executor import Executor
     from .contracts.kernels import KernelProvider
     from .contracts.loader import Loader
+    from .contracts.logits_processor import LogitsProcessorProvider
     from .contracts.model import ModelProvider
+    from .contracts.observer import Observer
     from .contracts.platform import PlatformProvider
     from .contracts.policy import PolicyProvider
     from .contracts.provider import Provider
     from .contracts.quantization import QuantizationProvider
     from .contracts.scheduler import Scheduler
     from .contracts.source import Source
+    from .contracts.tool_parser import ToolParserProvider
     from .contracts.victim import VictimRule
 
 hookspec = pluggy.HookspecMarker(HOOK_PROJECT)
@@ -153,6 +156,39 @@ def hotswap_source() -> Iterable[Provider[Source]]:  # type: ignore[empty-body]
     starts the engine, before any device is opened.
 
     Automatic: the highest priority among the built-in ones that accept the argument.
+    """
+
+
+# What is added on top.
+
+
+@hookspec
+def hotswap_logits_processor() -> Iterable[LogitsProcessorProvider]:  # type: ignore[empty-body]
+    """Changes to logits before a token is drawn. Any number are active, in the order in which the operator named them;
+    built in each worker.
+
+    None unless the operator names some.
+    """
+
+
+@hookspec
+def hotswap_observer() -> Iterable[Provider[Observer]]:  # type: ignore[empty-body]
+    """Listeners to requests and steps, which change nothing. Any number are active, in the order in which the operator
+    named them; built in the engine process.
+
+    None unless the operator names some.
+    """
+
+
+# What the server makes of text.
+
+
+@hookspec
+def hotswap_tool_parser() -> Iterable[ToolParserProvider]:  # type: ignore[empty-body]
+    """Formats in which models write tool calls. One is active for the model, or none; built in the API process.
+
+    Automatic: the built-in one whose `detect` recognises the chat template, else none: the name `none` asks for that.
+    Alias: --tool-call-parser.
     """
 
 

@@ -39,7 +39,11 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """All choices of one prompt. prompt_logprobs: one entry per prompt token; the first is None (nothing precedes it)."""
+    """All choices of one prompt. prompt_logprobs: one entry per prompt token; the first is None (nothing precedes it).
+
+    error_*: as in RequestError, when `error` is set. queue_seconds, prefill_seconds: of the choices whose first token this
+    delta brings: waiting for a place, and from there to the token.
+    """
 
     request_id: str
     prompt: str | None
@@ -50,3 +54,7 @@ class RequestOutput:
     finished: bool = False
     error: str | None = None
     error_status: int = 500
+    error_code: str | None = None
+    error_param: str | None = None
+    queue_seconds: list[float] = field(default_factory=list)
+    prefill_seconds: list[float] = field(default_factory=list)

@@ -28,6 +28,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs, prompt_logprobs: how many alternatives to report beside the chosen token; 0 reports the chosen token only.
     stop: text that ends the output. Found where text is made (the API process); stop_token_ids are found in the engine.
     detokenize: False leaves `text` empty; stop strings then cannot be used.
+    logits_processors: arguments of active logits_processor plugins by name, for those that serve only who names them.
     """
 
     n: int = 1
@@ -54,6 +55,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
+    logits_processors: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     # Filled in by the front end, which knows tokenizer and model; never by a client.
     eos_token_ids: list[int] = msgspec.field(default_factory=list)
     bad_words_token_ids: list[list[int]] = msgspec.field(default_factory=list)

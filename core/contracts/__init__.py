@@ -18,7 +18,16 @@ from .executor import Executor, ExecutorContext, Worker
 from .hooks import hookimpl
 from .kernels import OPS, KernelContext, KernelFunction, KernelProvider, LinearKernel, PackedWeight
 from .loader import Checkpoint, Loader, LoaderContext, TokenizerSpec
+from .logits_processor import (
+    AddedRequest,
+    BatchUpdate,
+    LogitsProcessor,
+    LogitsProcessorContext,
+    LogitsProcessorProvider,
+    LogitsRows,
+)
 from .model import ForwardContext, LoadReport, Model, ModelContext, ModelProvider, WeightSpec
+from .observer import FinishedRequest, Observer, ObserverContext, StepObservation
 from .plan import NewRequest, PositionLogprobs, RowResult, ScheduledRequest, StepPlan, StepResult
 from .platform import MemorySnapshot, Platform, PlatformContext, PlatformProvider
 from .policy import Budget, KeyedPolicy, Policy, PolicyContext, PolicyProvider, RequestView, Shed
@@ -33,13 +42,24 @@ from .quantization import (
 )
 from .scheduler import PlanBuilder, PoolView, RequestUpdate, Scheduler, SchedulerContext, SchedulingMechanism
 from .source import Report, Source, SourceContext
+from .tool_parser import (
+    ToolCallDelta,
+    ToolCallStream,
+    ToolParser,
+    ToolParserContext,
+    ToolParserOutput,
+    ToolParserProvider,
+)
 from .victim import VictimContext, VictimRule
 
 __all__ = [
+    "AddedRequest",
+    "always_available",
     "AttentionBackend",
     "AttentionContext",
     "AttentionLayer",
     "BatchGeometry",
+    "BatchUpdate",
     "Budget",
     "BuildContext",
     "CacheSpec",
@@ -49,19 +69,25 @@ __all__ = [
     "EngineDeadError",
     "Executor",
     "ExecutorContext",
+    "FinishedRequest",
     "ForwardContext",
-    "KVLayout",
+    "hookimpl",
     "KernelContext",
     "KernelFunction",
     "KernelProvider",
     "KeyedPolicy",
+    "KVLayout",
     "LayerCache",
     "LayerMethod",
     "LayerSpec",
     "LinearKernel",
-    "LoadReport",
     "Loader",
     "LoaderContext",
+    "LoadReport",
+    "LogitsProcessor",
+    "LogitsProcessorContext",
+    "LogitsProcessorProvider",
+    "LogitsRows",
     "MemorySnapshot",
     "Model",
     "ModelContext",
@@ -69,6 +95,8 @@ __all__ = [
     "ModelLoadError",
     "ModelProvider",
     "NewRequest",
+    "Observer",
+    "ObserverContext",
     "OPS",
     "PackedWeight",
     "ParamSpec",
@@ -100,14 +128,19 @@ __all__ = [
     "Shed",
     "Source",
     "SourceContext",
+    "StepObservation",
     "StepPlan",
     "StepResult",
     "TokenizerSpec",
+    "ToolCallDelta",
+    "ToolCallStream",
+    "ToolParser",
+    "ToolParserContext",
+    "ToolParserOutput",
+    "ToolParserProvider",
     "UsageError",
     "VictimContext",
     "VictimRule",
     "WeightSpec",
     "Worker",
-    "always_available",
-    "hookimpl",
 ]

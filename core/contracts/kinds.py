@@ -159,6 +159,30 @@ _TABLE = (
         context="source:SourceContext",
         chosen_by="model argument",
     ),
+    Kind(
+        name="logits_processor",
+        abstract="logits_processor:LogitsProcessor",
+        provider="logits_processor:LogitsProcessorProvider",
+        context="logits_processor:LogitsProcessorContext",
+        active="any",
+        chosen_by="operator",
+    ),
+    Kind(
+        name="observer",
+        abstract="observer:Observer",
+        provider="provider:Provider",
+        context="observer:ObserverContext",
+        active="any",
+        chosen_by="operator",
+    ),
+    Kind(
+        name="tool_parser",
+        abstract="tool_parser:ToolParser",
+        provider="tool_parser:ToolParserProvider",
+        context="tool_parser:ToolParserContext",
+        chosen_by="checkpoint",
+        fallback="none",
+    ),
 )
 
 KINDS: Final = MappingProxyType({kind.name: kind for kind in _TABLE})

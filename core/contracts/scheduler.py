@@ -41,6 +41,8 @@ class RequestUpdate(msgspec.Struct, array_like=True):
 
     finish_reason: "stop", "length", "abort" or "error". stop_reason: the stop token id, when one of stop_token_ids ended it.
     prompt_logprobs: entries of positions 1 .. prompt length - 1, all at once and only once.
+    error_status, error_code, error_param: as in RequestError, when `error` says why it ended.
+    queue_seconds, prefill_seconds: arrival to first scheduled, first scheduled to first token; with the first token only.
     """
 
     request_id: int
@@ -52,6 +54,10 @@ class RequestUpdate(msgspec.Struct, array_like=True):
     num_cached_tokens: int = 0
     error: str | None = None
     error_status: int = 500
+    error_code: str | None = None
+    error_param: str | None = None
+    queue_seconds: float | None = None
+    prefill_seconds: float | None = None
 
 
 class PlanBuilder(ABC):

@@ -5,6 +5,7 @@ Every frame is one tagged struct. A frame that does not decode is dropped and co
 
 from __future__ import annotations
 
+import bisect
 from typing import Any
 
 import msgspec
@@ -36,7 +37,11 @@ class AbortRequests(msgspec.Struct, tag="abort"):
 
 
 class Call(msgspec.Struct, tag="call"):
-    """An administrative call: "reset_prefix_cache", "stats", "check_integrity". Answered by a Reply with the same id."""
+    """An administrative call, answered by a Reply with the same id:
+
+    "reset_prefix_cache" -> bool; "stats" -> EngineStats; "check_integrity" -> None;
+    "set_policy" (name, options) -> {"policy": name, "distribution": ..., "version": ...}; "inventory" -> rows.
+    """
 
     call_id: int
     method: str
@@ -68,6 +73,35 @@ class EngineInfo(msgspec.Struct):
     startup_seconds: dict[str, float] = {}
 
 
+class HistogramData(msgspec.Struct):
+    """A histogram since engine start. bounds: upper bounds, ascending, without infinity. counts: per bucket, not
+    cumulative, one more than bounds."""
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    sum: float = 0.0
+
+    @classmethod
+    def empty(cls, bounds: tuple[float, ...]) -> HistogramData:
+        return cls(bounds, [0] * (len(bounds) + 1))
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+STEP_TOKEN_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+STEP_SECONDS_BOUNDS = (1e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+
+
+def _step_tokens() -> HistogramData:
+    return HistogramData.empty(STEP_TOKEN_BOUNDS)
+
+
+def _step_seconds() -> HistogramData:
+    return HistogramData.empty(STEP_SECONDS_BOUNDS)
+
+
 class EngineStats(msgspec.Struct):
     """Gauges are now; counters grow from engine start."""
 
@@ -87,6 +121,16 @@ class EngineStats(msgspec.Struct):
     execute_seconds: float = 0.0
     update_seconds: float = 0.0
     num_bad_frames: int = 0
+    host_cache_usage: float = 0.0  # 0 to 1; 0 without a host tier
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_per_pos: list[int] = []
+    num_observer_faults: int = 0
+    step_tokens: HistogramData = msgspec.field(default_factory=_step_tokens)
+    schedule_times: HistogramData = msgspec.field(default_factory=_step_seconds)
+    execute_times: HistogramData = msgspec.field(default_factory=_step_seconds)
+    update_times: HistogramData = msgspec.field(default_factory=_step_seconds)
 
 
 class Ready(msgspec.Struct, tag="ready"):
