@@ -53,7 +53,7 @@ class FinishedRequest:
     priority: int
 
 
-class Observer(ABC):
+class Observer(ABC):  # noqa: B024 - every callback is optional
     """Override what you want to hear of; what stays as it is costs nothing, for the core leaves it out."""
 
     def on_arrival(self, view: RequestView) -> None:
