@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 
 COMMAND = "import sys; from hotswap.server.cli.main import main; sys.exit(main(sys.argv[1:]))"
@@ -31,7 +30,7 @@ def healthy(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
             return bool(answer.status == 200)
-    except (urllib.error.URLError, ConnectionError):
+    except OSError:  # not listening yet, or too busy to answer
         return False
 
 

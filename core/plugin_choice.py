@@ -188,6 +188,11 @@ def kind_row(name: str) -> Kind:
         raise PluginError(f"unknown plugin kind {name!r}{nearest(name, KINDS)} (kinds: {', '.join(KINDS)})") from None
 
 
+def fallback_words(kind: Kind) -> str:
+    """What it means that no plugin was chosen for a kind with a fallback."""
+    return f"no {kind.name} is active" if kind.fallback == "none" else f"the core's own {kind.fallback!r} serves"
+
+
 def _choice(found: Registered, options: BaseModel | None, why: str) -> Choice:
     return Choice(kind=found.kind, provider=found.provider, origin=found.origin, options=options, why=why)
 

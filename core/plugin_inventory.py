@@ -7,11 +7,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from .compatibility import ROWS, rows_about
 from .contracts.attention import AttentionContext
 from .contracts.kernels import KernelContext
 from .contracts.kinds import KINDS, Kind
-from .contracts.provider import BuildContext
+from .contracts.provider import BuildContext, CompatibilityRow
 from .errors import PluginError
+from .plugin_choice import fallback_words
 from .plugin_manager import PluginManager
 from .plugin_registry import NotLoaded, Registered
 
@@ -64,14 +66,28 @@ def explain(manager: PluginManager, kind: str, context: BuildContext) -> list[st
     lines = [f"{kind}: {row.active} active; chosen when nobody names one: {_CHOSEN_BY[row.chosen_by]}; {versions}"]
     for op in row.ops() or (None,):
         for found in manager.providers(kind, op):
-            reasons = manager.automatic_reasons(found, context_for(row, context, op))
+            if row.chosen_by == "operator":  # nothing is chosen automatically: only whether it can run is of interest
+                reasons = _reasons(manager, row, found, context)
+            else:
+                reasons = manager.automatic_reasons(found, context_for(row, context, op))
             verdict = "; ".join(reasons) or "can run"
             lines.append(f"  {found.described}, priority {found.provider.priority}: {verdict}")
+            lines.extend(
+                f"    with {other}: {'works' if combination.allowed else 'refused'}: {combination.reason}"
+                for other, combination in _combinations(manager, found)
+            )
     lines.extend(
         f"  {lost.described}: {lost.state}: {lost.cause}" for lost in manager.not_loaded if lost.kind in (kind, None)
     )
     lines.extend(f"  -> {op or kind}: {text}" for op, text in _outcomes(manager, row, context))
     return lines
+
+
+def _combinations(manager: PluginManager, found: Registered) -> list[tuple[str, CompatibilityRow]]:
+    """What the compatibility table says about a provider: (the other feature, row), the core's rows first."""
+    feature = f"{found.kind}={found.name}"
+    rows = rows_about(feature, [*ROWS, *manager.rows()])
+    return [(row.second if row.first == feature else row.first, row) for row in rows]
 
 
 def context_for(kind: Kind, context: BuildContext, op: str | None) -> BuildContext:
@@ -86,10 +102,12 @@ def context_for(kind: Kind, context: BuildContext, op: str | None) -> BuildConte
 
 def _active(manager: PluginManager, kind: Kind, context: BuildContext) -> Sequence[Registered]:
     """What was chosen, or would be. Kinds that a checkpoint decides have no answer before there is one."""
+    if kind.active == "any":
+        return _named(manager, kind)
     made = [choice for (name, _), choice in manager.chosen.items() if name == kind.name]
     if made:
         return made
-    undecided = kind.chosen_by in ("checkpoint", "model argument", "operator") and not manager.named(kind.name)
+    undecided = kind.chosen_by in ("checkpoint", "model argument") and not manager.named(kind.name)
     if undecided:
         return []
     found = []
@@ -101,6 +119,13 @@ def _active(manager: PluginManager, kind: Kind, context: BuildContext) -> Sequen
         if choice is not None:
             found.append(choice)
     return found
+
+
+def _named(manager: PluginManager, kind: Kind) -> Sequence[Registered]:
+    try:
+        return manager.named_providers(kind.name)
+    except PluginError:
+        return []  # the start is refused; `explain` says why
 
 
 def _row(
@@ -133,6 +158,8 @@ def _reasons(manager: PluginManager, kind: Kind, found: Registered, context: Bui
 
 
 def _outcomes(manager: PluginManager, kind: Kind, context: BuildContext) -> list[tuple[str | None, str]]:
+    if kind.active == "any":
+        return [(None, text) for text in _outcomes_of_any(manager, kind, context)]
     outcomes: list[tuple[str | None, str]] = []
     for op in kind.ops() or (None,):
         if kind.chosen_by in ("checkpoint", "model argument") and not manager.named(kind.name):
@@ -140,10 +167,26 @@ def _outcomes(manager: PluginManager, kind: Kind, context: BuildContext) -> list
             continue
         try:
             choice = manager.preview(kind.name, context_for(kind, context, op), op=op)
-            outcomes.append((op, f"{choice.name} ({choice.why})" if choice else f"the core's own {kind.fallback!r}"))
+            outcomes.append((op, f"{choice.name} ({choice.why})" if choice else fallback_words(kind)))
         except PluginError as error:
             outcomes.append((op, f"refused: {error}"))
     return outcomes
+
+
+def _outcomes_of_any(manager: PluginManager, kind: Kind, context: BuildContext) -> list[str]:
+    """One line for each that the operator named, in the order in which they work."""
+    try:
+        named = manager.named(kind.name)
+    except PluginError as error:
+        return [f"refused: {error}"]
+    lines = []
+    for place, selection in enumerate(named, start=1):
+        try:
+            choice = manager.choose_anew(kind.name, selection.name, context, selection.options, where=selection.where)
+            lines.append(f"{place}. {choice.name} ({choice.why})")
+        except PluginError as error:
+            lines.append(f"{place}. refused: {error}")
+    return lines or [f"none: --plugin {kind.name}=NAME activates one, and may be repeated"]
 
 
 def _lost_row(lost: NotLoaded) -> InventoryRow:

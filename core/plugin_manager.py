@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from .contracts.kinds import KINDS
 from .contracts.policy import PolicyProvider
-from .contracts.provider import BuildContext
+from .contracts.provider import BuildContext, CompatibilityRow
 from .errors import HotswapError, PluginError
-from .plugin_choice import Choice, Chooser, Suits, failure, kind_row
+from .plugin_choice import Choice, Chooser, Suits, failure, fallback_words, kind_row
 from .plugin_discovery import (
     Origin,
     builtin_origins,
@@ -36,7 +36,18 @@ from .plugin_discovery import (
 )
 from .plugin_options import validated_options
 from .plugin_registry import Conflict, NotLoaded, ProviderRegistry, Registered, label
-from .plugin_selection import AUTO, Block, LoadRequest, Parsed, Selection, nearest, parse_all, strongest
+from .plugin_selection import (
+    AUTO,
+    COMMAND_LINE,
+    Block,
+    LoadRequest,
+    Parsed,
+    Selection,
+    agree,
+    nearest,
+    parse_all,
+    strongest,
+)
 
 if TYPE_CHECKING:
     from .plugin_inventory import InventoryRow
@@ -71,7 +82,8 @@ class PluginManager:
         self._strict = strict
         self._registry = ProviderRegistry([item for item in parsed if isinstance(item, Block)])
         self._chooser = Chooser(self._registry, self.selections, strict)
-        self.chosen: dict[tuple[str, str | None], Choice] = {}  # the latest answer of `choose` by kind and op
+        # The latest answer of `choose` by kind and op; for kinds with any number active by kind and name.
+        self.chosen: dict[tuple[str, str | None], Choice] = {}
 
     # Loading.
 
@@ -166,9 +178,7 @@ class PluginManager:
         """
         choice = self.choose_or_none(kind, context, op=op, implied=implied, suits=suits)
         if choice is None:
-            raise PluginError(
-                f"{label(kind, op)}: no plugin can run here; the core's own {kind_row(kind).fallback!r} serves instead"
-            )
+            raise PluginError(f"{label(kind, op)}: no plugin was chosen; {fallback_words(kind_row(kind))}")
         return choice
 
     def choose_or_none(
@@ -219,9 +229,43 @@ class PluginManager:
         return policy.provider.default_victim, context, None, f"default_victim of {policy.described}"
 
     def named(self, kind: str) -> list[Selection]:
-        """The operator's explicit choices of a kind in the order given, strongest source only: for kinds with any
-        number active."""
-        return strongest([selection for selection in self.selections if selection.kind == kind])
+        """The operator's explicit choices of a kind in the order given, strongest source only; of kinds with any number
+        active each name once, and `auto` means none. Raises PluginError for one name with two sets of options."""
+        found = strongest([selection for selection in self.selections if selection.kind == kind])
+        if kind_row(kind).active != "any":
+            return found
+        by_name: dict[str, list[Selection]] = {}
+        for selection in found:
+            if selection.name != AUTO:
+                by_name.setdefault(selection.name, []).append(selection)
+        agreed = [agree(same, f"{kind} {name!r}") for name, same in by_name.items()]
+        return [selection for selection in agreed if selection is not None]
+
+    def named_providers(self, kind: str) -> list[Registered]:
+        """The providers that the operator named for a kind with any number active, in that order. Raises PluginError."""
+        row = kind_row(kind)
+        return [self._chooser.find(row, found.name, found.op, found.where) for found in self.named(kind)]
+
+    def is_explicit(self, kind: str) -> bool:
+        """Whether the operator named a plugin for a kind with one active."""
+        selection = self._chooser.explicit(kind_row(kind), None)
+        return selection is not None and selection.name != AUTO
+
+    def choose_anew(
+        self, kind: str, name: str, context: BuildContext, options: Mapping[str, Any] | None = None, *, where: str
+    ) -> Choice:
+        """A choice that somebody makes while the engine runs, under the same checks; `adopt` makes it the one in force.
+        where: who asks, for messages. Raises PluginError."""
+        selection = Selection(COMMAND_LINE, where, name, kind, options=dict(options or {}))
+        return self._chooser.named(kind_row(kind), name, context, None, where, selection)
+
+    def adopt(self, choice: Choice) -> None:
+        """From now on the inventory shows this one as active."""
+        self.chosen[choice.kind, choice.op] = choice
+
+    def rows(self) -> list[CompatibilityRow]:
+        """What the loaded plugins add to the compatibility table."""
+        return [row for kind in KINDS for found in self.providers(kind) for row in found.provider.combines]
 
     # Building.
 
@@ -245,6 +289,16 @@ class PluginManager:
         selection = next((found for found in self.named(kind) if found.name == name and found.op in (None, op)), None)
         where = selection.where if selection else f"asked for as {label(kind, op)} {name!r}"
         return self.build_choice(self._chooser.named(row, name, context, op, where, selection), context)
+
+    def build_all(self, kind: str, context: BuildContext) -> list[tuple[Choice, Any]]:
+        """Builds what the operator named for a kind with any number active, in that order. Raises PluginError."""
+        row = kind_row(kind)
+        built: list[tuple[Choice, Any]] = []
+        for selection in self.named(kind):
+            choice = self._chooser.named(row, selection.name, context, None, selection.where, selection)
+            self.chosen[kind, choice.name] = choice
+            built.append((choice, self.build_choice(choice, context)))
+        return built
 
     def build_choice(self, choice: Choice, context: BuildContext) -> Any:
         """Builds what was chosen and checks what comes back against the kind's abstract class."""
@@ -352,6 +406,7 @@ class PluginManager:
             validated_options(found, selection.options, selection.where)
         for kind in KINDS.values():
             if kind.active == "any":
+                self.named(kind.name)
                 continue
             for op in self.ops(kind.name) if kind.active == "one per op" else [None]:
                 self._chooser.explicit(kind, op)

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from . import hookspecs
 from .contracts.hooks import HOOK_PROJECT
 from .contracts.kinds import KINDS, Kind
-from .contracts.provider import Provider
+from .contracts.provider import CompatibilityRow, Provider
 from .errors import PluginError
 from .plugin_discovery import Origin, load, normalized, root_cause, same_name
 from .plugin_selection import AUTO, Block, nearest
@@ -212,7 +212,7 @@ class ProviderRegistry:
 
     def _add(self, kind: Kind, provider: Provider[Any], origin: Origin) -> Registered | None:
         """Takes one provider, unless it is blocked or was written for a contract that the core does not support."""
-        cause, state = _contract_problem(kind, provider), "failed"
+        cause, state = contract_problem(kind, provider), "failed"
         block = self.blocking(origin, kind.name, provider.name)
         if block:
             cause, state = f"{block.spelled} ({block.source})", "blocked"
@@ -233,7 +233,7 @@ def _call_hook(implementation: Callable[[], Any], kind: Kind, origin: Origin) ->
         logger.debug("%s: %s raised", origin.described, kind.hook, exc_info=True)
         raise PluginError(f"{origin.described}: {kind.hook}() failed: {root_cause(error)}") from error
     for provider in offered:
-        problem = _provider_problem(kind, provider)
+        problem = provider_problem(kind, provider)
         if problem:
             raise PluginError(f"{origin.described}: {kind.hook}() {problem}")
     return offered
@@ -245,7 +245,7 @@ def _iterable(result: Any) -> Iterable[Any]:
     return result
 
 
-def _provider_problem(kind: Kind, provider: Any) -> str | None:
+def provider_problem(kind: Kind, provider: Any) -> str | None:
     wanted = kind.provider_class()
     if not isinstance(provider, wanted):
         return f"yielded {type(provider).__name__}; the kind {kind.name} wants {wanted.__name__}"
@@ -261,10 +261,16 @@ def _provider_problem(kind: Kind, provider: Any) -> str | None:
         return f"yielded {name!r} with options that are no pydantic model class: {provider.options!r:.60}"
     if not callable(provider.build) or not callable(provider.unavailable):
         return f"yielded {name!r} whose build or unavailable cannot be called"
+    for row in provider.combines:
+        if not isinstance(row, CompatibilityRow) or row.first != f"{kind.name}={name}":
+            return (
+                f"yielded {name!r} with a row for the compatibility table that is not about itself: write "
+                f"CompatibilityRow('{kind.name}={name}', ...), got {row!r:.80}"
+            )
     return None
 
 
-def _contract_problem(kind: Kind, provider: Provider[Any]) -> str | None:
+def contract_problem(kind: Kind, provider: Provider[Any]) -> str | None:
     if kind.oldest_supported <= provider.contract <= kind.current:
         return None
     supported = (

@@ -35,6 +35,7 @@ ALIASES: Final[Mapping[str, str]] = {
     "distributed_executor_backend": "executor",
     "load_format": "loader",
     "quantization": "quantization",
+    "tool_call_parser": "tool_parser",
 }
 
 

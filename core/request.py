@@ -41,11 +41,12 @@ class Request:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     arrival_time: float
-    priority: int = 0
+    priority: int = 0  # what it is served by: the client's, or 0 under a policy that does not use priorities
     user: str = ""
     deadline: float | None = None
     cache_salt: str | None = None
-    adapter_id: int = 0  # reserved: part of a block's key
+    adapter_key: str = ""  # identity and version of the adapter (a digest of its weights); "": the base model
+    client_priority: int = 0  # what the client said
     max_tokens: int = 0  # set at admission: the most output tokens that fit the window
 
     status: Status = Status.WAITING
@@ -63,6 +64,9 @@ class Request:
     num_hashed_blocks: int = 0  # how many of block_ids are in the prefix index under this request's hashes
     preempt_pending: bool = False  # yields its blocks once nothing of it is in flight
     finish_pending: str | None = None  # "abort", ...: ends once nothing of it is in flight
+    first_scheduled_time: float | None = None  # seconds on the engine's clock; preemption changes neither
+    first_token_time: float | None = None
+    finish_reason: str | None = None  # set when it ends
     last_step_id: int = (
         -1
     )  # the last step that holds this request: its blocks are not reused before that step is complete

@@ -18,6 +18,28 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_ALLOWED_TOKEN_IDS = 2**18  # over all choices, each of which carries its own copy; no vocabulary has more tokens
 GREEDY_TEMPERATURE = 1e-5  # a temperature below this is greedy: dividing by it would only overflow
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
+INT_MAX = 2**31 - 1
+# Smallest and largest value of each number; read by the API document as well.
+INTEGER_BOUNDS: dict[str, tuple[int, int]] = {
+    "n": (1, MAX_N),
+    "top_k": (-1, INT_MAX),
+    "seed": (SEED_MIN, SEED_MAX),
+    "max_tokens": (0, INT_MAX),
+    "min_tokens": (0, INT_MAX),
+    "logprobs": (0, INT_MAX),
+    "prompt_logprobs": (0, INT_MAX),
+    "truncate_prompt_tokens": (1, INT_MAX),
+}
+NUMBER_BOUNDS: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 1e6),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, 1e6),
+}
+_NEVER_NONE = frozenset({"n", "top_k", "min_tokens"})
+ABOVE_LOWEST = frozenset({"top_p", "repetition_penalty"})  # whose smallest value is itself out of range
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -81,28 +103,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.temperature < GREEDY_TEMPERATURE
 
     def _check_numbers(self) -> None:
-        _integer("n", self.n, 1, MAX_N)
-        _number("temperature", self.temperature, 0.0, 1e6)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _integer("top_k", self.top_k, -1, 2**31 - 1)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 1e6, open_low=True)
-        if self.seed is not None:
-            _integer("seed", self.seed, SEED_MIN, SEED_MAX)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 0, 2**31 - 1)
-        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        for name, (lowest, highest) in INTEGER_BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None or name in _NEVER_NONE:
+                _integer(name, value, lowest, highest)
+        for name, (low, high) in NUMBER_BOUNDS.items():
+            _number(name, getattr(self, name), low, high, open_low=name in ABOVE_LOWEST)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) must not be larger than max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
-        for name in ("logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
-            value = getattr(self, name)
-            if value is not None:
-                _integer(name, value, 0 if name != "truncate_prompt_tokens" else 1, 2**31 - 1)
 
     def _check_lists(self) -> None:
         _strings("stop", self.stop, MAX_STOPS, MAX_STOP_CHARS)

@@ -21,4 +21,8 @@ BUILTIN_PLUGINS: tuple[str, ...] = (
     "hotswap.plugins.models.dense_decoder",
     "hotswap.plugins.models.transformers_fallback",
     "hotswap.plugins.loaders.providers",
+    "hotswap.plugins.logits.no_repeat_ngram",
+    "hotswap.plugins.observers.trace",
+    "hotswap.plugins.parsers.hermes",
+    "hotswap.plugins.parsers.llama3_json",
 )

@@ -23,12 +23,12 @@ _REFUSED = ErrorReply(
 class KeyRing:
     """The accepted keys, kept as digests. repr and str never show one."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
+    def __init__(self, keys: Iterable[str], what: str = "API key") -> None:
         """Raises UsageError for a key that no client could send."""
         digests = []
         for key in keys:
             if not key or not key.isascii() or not key.isprintable() or key.strip() != key:
-                raise UsageError("an API key must be printable ASCII, without spaces around it, and not empty")
+                raise UsageError(f"an {what} must be printable ASCII, without spaces around it, and not empty")
             digests.append(_digest(key.encode()))
         self._digests = tuple(digests)
 
@@ -41,11 +41,16 @@ class KeyRing:
     def accepts(self, authorization: bytes | None) -> bool:
         """Whether the header's value carries one of the keys. Every key is compared, always, in constant time."""
         scheme, _, key = (authorization or b"").partition(b" ")
-        presented = _digest(key.strip())
+        found = self.matches(key.strip())
+        return found and scheme.lower() == b"bearer"
+
+    def matches(self, key: bytes) -> bool:
+        """Whether it is one of the keys."""
+        presented = _digest(key)
         found = False
         for digest in self._digests:
             found |= secrets.compare_digest(digest, presented)
-        return found and scheme.lower() == b"bearer"
+        return found
 
 
 def _digest(key: bytes) -> bytes:

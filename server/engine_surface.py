@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from hotswap.core.contracts.tool_parser import ToolParser
     from hotswap.core.engine.wire import EngineInfo, EngineStats
     from hotswap.core.outputs import RequestOutput
     from hotswap.core.sampling_params import SamplingParams
@@ -24,6 +25,8 @@ class ServedEngine(Protocol):
     def tokenizer(self) -> Tokenizer | None: ...
     @property
     def chat_template(self) -> ChatTemplate | None: ...
+    @property
+    def tool_parser(self) -> ToolParser | None: ...
     @property
     def generation_defaults(self) -> dict[str, Any]: ...
     @property

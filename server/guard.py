@@ -9,9 +9,12 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hotswap.core import logs
+
 from .auth import Authentication
 from .errors import ErrorReply, describe
 from .limits import BodyRefused, ClientGone, HostCheck, check_header_size, is_valid_request_id
+from .state import Accepted, ServerState
 
 LINGER_SECONDS = 2.0
 
@@ -23,13 +26,19 @@ class Guard:
     """
 
     def __init__(
-        self, app: ASGIApp, authentication: Authentication, host: HostCheck, on_refused: Callable[[Exception], None]
+        self,
+        app: ASGIApp,
+        authentication: Authentication,
+        host: HostCheck,
+        state: ServerState,
+        on_refused: Callable[[Exception], None],
     ) -> None:
         """on_refused: told of each of our own errors that answers a request before anything was sent."""
         self._app = app
         self._on_refused = on_refused
         self._authentication = authentication
         self._host = host
+        self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -40,33 +49,29 @@ class Guard:
             await send({"type": "websocket.close", "code": 1008})
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
         request_id, refusal = self._check(scope)
-        label = request_id.encode("latin-1")
-
-        async def send_labelled(message: Message) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", label)]
-            await send(message)
-
+        exchange = _Exchange(scope, receive, send, request_id)
         if refusal is not None:
-            await refusal.response()(scope, receive, send_labelled)
+            await refusal.response()(scope, exchange.receive, exchange.send)
             return
-        scope.setdefault("state", {})["request_id"] = request_id
+        accepted = Accepted(self._state)
+        scope.setdefault("state", {}).update(request_id=request_id, accepted=accepted)
+        token = logs.request_id.set(request_id)
         try:
-            await self._app(scope, receive, send_labelled)
+            await self._app(scope, exchange.receive, exchange.send)
         except ClientGone:
             return
         except BodyRefused as refused:
-            await _send_and_linger(refused.reply, receive, send_labelled)
+            await refused.reply.response()(scope, exchange.receive, exchange.send)
         except Exception as error:  # the last line of defence: the client gets our shape, the log gets the cause
             reply = describe(error, request_id)
-            if started:
+            if exchange.started:
                 raise
             self._on_refused(error)
-            await reply.response()(scope, receive, send_labelled)
+            await reply.response()(scope, exchange.receive, exchange.send)
+        finally:
+            accepted.leave()
+            logs.request_id.reset(token)
 
     def _check(self, scope: Scope) -> tuple[str, ErrorReply | None]:
         """The request's label and the refusal, if any."""
@@ -85,17 +90,50 @@ class Guard:
         return request_id, refusal or self._host.check(headers.get(b"host"))
 
 
-async def _send_and_linger(reply: ErrorReply, receive: Receive, send: Send) -> None:
-    """Answers a request whose body is still arriving, then reads a little on: a connection that is closed with unread
-    data is reset, and the client would lose the answer."""
-    response = reply.response()
-    headers = [*response.raw_headers, (b"connection", b"close")]
-    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-    await send({"type": "http.response.body", "body": response.body, "more_body": True})
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LINGER_SECONDS):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                    break
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+class _Exchange:
+    """One request's messages: labels the answer, and knows whether the request's body has arrived.
+
+    An answer that comes before the body has arrived ends the connection: the rest of the body is nobody's. It is read a
+    little on first: a connection that is closed with unread data is reset, and the client would lose the answer.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+        self._receive = receive
+        self._send = send
+        self._label = (b"x-request-id", request_id.encode("latin-1"))
+        self._body_arrived = not _announces_body(scope)
+        self._closes = False
+        self.started = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if not message.get("more_body", False):
+            self._body_arrived = True
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.started = True
+            headers = [*message.get("headers", ()), self._label]
+            if not self._body_arrived:
+                self._closes = True
+                headers.append((b"connection", b"close"))
+            message["headers"] = headers
+        elif self._closes and not message.get("more_body", False):
+            await self._send({**message, "more_body": True})
+            await self._linger()
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+        await self._send(message)
+
+    async def _linger(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                while not self._body_arrived:
+                    await self.receive()
+
+
+def _announces_body(scope: Scope) -> bool:
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
+        for name, value in scope["headers"]
+    )

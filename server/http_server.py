@@ -15,13 +15,14 @@ from types import FrameType
 
 import h11
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .errors import ErrorReply
 from .limits import MAX_HEADER_BYTES
 from .listening import BACKLOG
 from .state import ServerState
+from .stream_watch import ABORT_EXTENSION
 
 log = logging.getLogger("hotswap.server")
 
@@ -40,6 +41,14 @@ class Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._watch_headers()
+        app = self.app
+
+        async def with_abort(scope: Scope, receive: Receive, send: Send) -> None:
+            """close() would wait until a reader that takes nothing has taken everything."""
+            scope.setdefault("extensions", {})[ABORT_EXTENSION] = {"abort": transport.abort}
+            await app(scope, receive, send)
+
+        self.app = with_abort
 
     def data_received(self, data: bytes) -> None:
         if self._farewell is not None:

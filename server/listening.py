@@ -8,6 +8,7 @@ import socket
 from hotswap.core.errors import HotswapError
 
 BACKLOG = 2048
+SEND_BUFFER_BYTES = 128 * 1024  # the kernel doubles it; on its own it would hold megabytes for each reader that stalls
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -21,6 +22,7 @@ def bind(host: str, port: int) -> socket.socket:
         raise HotswapError(f"cannot listen on {host}: {error.strerror}; choose another --host") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # every connection inherits it
         listener.bind(address)
         listener.listen(BACKLOG)  # now, so that a second server is refused now
     except OSError as error:

@@ -7,19 +7,25 @@ of all calls' `usage` equals the token counters, except for calls whose client l
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from hotswap.core.engine.wire import EngineStats, HistogramData
 from hotswap.core.errors import EngineDeadError, RequestError
 from hotswap.core.outputs import RequestOutput
 
 from .engine_surface import ServedEngine
 from .state import ServerState
+
+logger = logging.getLogger("hotswap.server")
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ENGINE_INDEX = "0"  # of the only replica
@@ -53,6 +59,12 @@ class ServerMetrics:
             "time_per_output_token_seconds", "Mean time between a choice's tokens", _TOKEN_TIME
         )
         self.e2e_latency = self._histogram("e2e_request_latency_seconds", "Arrival to last token of a choice", _LATENCY)
+        self.queue_time = self._histogram(
+            "request_queue_time_seconds", "Arrival to first scheduled, a choice", _LATENCY
+        )
+        self.prefill_time = self._histogram(
+            "request_prefill_time_seconds", "First scheduled to first token, a choice", _LATENCY
+        )
         self.decode_time = self._histogram("request_decode_time_seconds", "First to last token of a choice", _LATENCY)
         self.request_prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens per prompt", _TOKENS)
         self.request_generation_tokens = self._histogram("request_generation_tokens", "Tokens per choice", _TOKENS)
@@ -107,14 +119,22 @@ class PromptMetrics:
         self.started = False
 
     def observe(self, output: RequestOutput) -> None:
-        """Counts a delta that is about to be delivered."""
+        """Counts a delta that is about to be delivered. Raises nothing."""
+        first, self.started = not self.started, True
+        with _harmless():
+            self._observe(output, first)
+
+    def _observe(self, output: RequestOutput, first: bool) -> None:
         now = time.monotonic()
         metrics = self._metrics
-        if not self.started:
-            self.started = True
+        if first:
             metrics.prompt_tokens.inc(len(output.prompt_token_ids))
             metrics.prompt_tokens_cached.inc(output.num_cached_tokens)
             metrics.request_prompt_tokens.observe(len(output.prompt_token_ids))
+        for seconds in output.queue_seconds:
+            metrics.queue_time.observe(seconds)
+        for seconds in output.prefill_seconds:
+            metrics.prefill_time.observe(seconds)
         for choice in output.outputs:
             count = len(choice.token_ids)
             if count:
@@ -152,10 +172,20 @@ class PromptMetrics:
                 metrics.time_per_output_token.observe(decode / (tokens - 1))
 
     def close(self, reason: str) -> None:
-        """Ends the choices that are still open: their client left ("abort") or they failed ("error")."""
+        """Ends the choices that are still open: their client left ("abort") or they failed ("error"). Raises nothing."""
         now = time.monotonic()
-        for index in sorted(self._open):
-            self._finish(index, reason, now)
+        with _harmless():
+            for index in sorted(self._open):
+                self._finish(index, reason, now)
+
+
+@contextlib.contextmanager
+def _harmless() -> Iterator[None]:
+    """Counting must never end what is counted (bugbank O02): whatever it raises is logged, and the request goes on."""
+    try:
+        yield
+    except Exception:
+        logger.exception("a request was not counted")
 
 
 class _EngineCollector(Collector):
@@ -177,6 +207,7 @@ class _EngineCollector(Collector):
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", stats.kv_usage)
         yield self._gauge("gpu_cache_usage_perc", "Same as kv_cache_usage_perc", stats.kv_usage)
         yield self._gauge("kv_waste_perc", "Share of allocated KV slots without a token, 0 to 1", stats.kv_waste)
+        yield self._gauge("host_cache_usage_perc", "Share of the host tier in use, 0 to 1", stats.host_cache_usage)
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.prefix_queries)
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.prefix_hits)
         preemptions = CounterMetricFamily(
@@ -187,7 +218,37 @@ class _EngineCollector(Collector):
         preemptions.add_metric((*self._labels, "recompute"), stats.num_preemptions_recompute)
         preemptions.add_metric((*self._labels, "swap"), stats.num_preemptions_swap)
         yield preemptions
+        yield self._counter("observer_faults", "Observer callbacks that raised", stats.num_observer_faults)
+        yield from self._drafts(stats)
+        yield from self._steps(stats)
         yield from self._facts(engine)
+
+    def _drafts(self, stats: EngineStats) -> Iterator[Metric]:
+        yield self._counter("spec_decode_num_drafts", "Times that a drafter proposed tokens", stats.num_drafts)
+        yield self._counter("spec_decode_num_draft_tokens", "Tokens proposed", stats.num_draft_tokens)
+        yield self._counter("spec_decode_num_accepted_tokens", "Of these, tokens accepted", stats.num_accepted_tokens)
+        accepted = CounterMetricFamily(
+            f"{self._namespace}:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens by their place in the draft",
+            labels=("model_name", "engine", "position"),
+        )
+        for position, count in enumerate(stats.num_accepted_per_pos):
+            accepted.add_metric((*self._labels, str(position)), count)
+        yield accepted
+
+    def _steps(self, stats: EngineStats) -> Iterator[Metric]:
+        tokens = HistogramMetricFamily(
+            f"{self._namespace}:iteration_tokens_total", "Tokens computed in a step", labels=("model_name", "engine")
+        )
+        _add_histogram(tokens, self._labels, stats.step_tokens)
+        yield tokens
+        seconds = HistogramMetricFamily(
+            f"{self._namespace}:step_seconds", "Parts of a step", labels=("model_name", "engine", "phase")
+        )
+        phases = {"schedule": stats.schedule_times, "execute": stats.execute_times, "update": stats.update_times}
+        for phase, data in phases.items():
+            _add_histogram(seconds, (*self._labels, phase), data)
+        yield seconds
 
     def _facts(self, engine: ServedEngine) -> Iterator[Metric]:
         info = engine.info
@@ -219,3 +280,10 @@ class _EngineCollector(Collector):
         for row in rows:
             family.add_metric((*self._labels, *row.values()), 1)
         return family
+
+
+def _add_histogram(family: HistogramMetricFamily, labels: tuple[str, ...], data: HistogramData) -> None:
+    """Prometheus' buckets are cumulative, ours are not."""
+    bounds = [*(str(float(bound)) for bound in data.bounds), "+Inf"]
+    buckets = list(zip(bounds, itertools.accumulate(data.counts), strict=True))
+    family.add_metric(labels, buckets, data.sum)

@@ -29,6 +29,7 @@ class ServerState:
         self.engine = engine
         self._draining = False
         self._calls: set[InFlight] = set()
+        self._num_accepted = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -95,12 +96,24 @@ class ServerState:
 
     def leave(self, call: InFlight) -> None:
         self._calls.discard(call)
-        if not self._calls:
+        self._note_idle()
+
+    def accept(self) -> None:
+        self._num_accepted += 1
+        self._idle.clear()
+
+    def release(self) -> None:
+        self._num_accepted -= 1
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._calls and not self._num_accepted:
             self._idle.set()
 
     @property
     def num_calls(self) -> int:
-        return len(self._calls)
+        """Requests whose body is here and whose answer is not complete."""
+        return max(len(self._calls), self._num_accepted)  # every call in flight was accepted before
 
     def begin_drain(self) -> None:
         """From now on the server is not ready and takes nothing new."""
@@ -118,6 +131,25 @@ class ServerState:
         """Ends every call in flight with an error."""
         for call in list(self._calls):
             call.interrupt(RequestError("the server is shutting down", code="draining", status=503))
+
+
+class Accepted:
+    """A request that draining waits for: from the moment its body is here until its answer has been sent. Before, a
+    slow sender could hold up the end; later than that, a request that is being tokenized would be cut off."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._entered = False
+
+    def enter(self) -> None:
+        if not self._entered:
+            self._entered = True
+            self._state.accept()
+
+    def leave(self) -> None:
+        if self._entered:
+            self._entered = False
+            self._state.release()
 
 
 class InFlight:

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hotswap.core.errors import RequestError
+from hotswap.core.text.tools import check_tools
 
 from .openai.prompts import encode_messages, encode_text, is_small, need_tokenizer
 from .openai.protocol import DetokenizeRequest, TokenizeRequest
@@ -26,10 +27,15 @@ async def tokenize(services: Services, http: Request) -> Response:
     if request.prompt is not None:
         # More than the window may be counted: that is what one asks for here.
         ids = await encode_text(
-            engine, request.prompt, add_special_tokens=request.add_special_tokens is not False, truncates=True
+            engine,
+            request.prompt,
+            add_special_tokens=request.add_special_tokens is not False,
+            allow_special=services.state.config.allow_special_tokens_in_prompts,
+            truncates=True,
         )
     else:
-        ids = (await encode_messages(services.state, engine, request)).token_ids
+        tools = None if request.tools is None else check_tools(request.tools)
+        ids = (await encode_messages(services.state, engine, request, tools)).token_ids
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": engine.info.max_model_len, "tokens": ids}
     if request.return_token_strs:
         tokenizer = need_tokenizer(engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..errors import EngineDeadError, ModelLoadError, PlanError, PluginError, RequestError, UsageError
 from ..sampling_params import SamplingParams
+from ..trace import TraceRow
 from .attention import (
     AttentionBackend,
     AttentionContext,
@@ -31,7 +32,7 @@ from .observer import FinishedRequest, Observer, ObserverContext, StepObservatio
 from .plan import NewRequest, PositionLogprobs, RowResult, ScheduledRequest, StepPlan, StepResult
 from .platform import MemorySnapshot, Platform, PlatformContext, PlatformProvider
 from .policy import Budget, KeyedPolicy, Policy, PolicyContext, PolicyProvider, RequestView, Shed
-from .provider import BuildContext, DeviceInfo, ModelInfo, Provider, always_available
+from .provider import BuildContext, CompatibilityRow, DeviceInfo, ModelInfo, Provider, always_available
 from .quantization import (
     LayerMethod,
     LayerSpec,
@@ -65,6 +66,7 @@ __all__ = [
     "CacheSpec",
     "Capabilities",
     "Checkpoint",
+    "CompatibilityRow",
     "DeviceInfo",
     "EngineDeadError",
     "Executor",
@@ -138,6 +140,7 @@ __all__ = [
     "ToolParserContext",
     "ToolParserOutput",
     "ToolParserProvider",
+    "TraceRow",
     "UsageError",
     "VictimContext",
     "VictimRule",

@@ -73,7 +73,8 @@ class LogitsProcessor(ABC):
 
     def update_batch(self, update: BatchUpdate) -> None:
         """Requests that came and went. Called before the first `apply` that concerns them; not called when nothing
-        changed. Raising ends the requests in `update.added`."""
+        changed. Raising ends the requests in `update.added`, of which nothing more is said. (The runner therefore adds
+        requests one call each.)"""
 
     @abstractmethod
     def apply(self, logits: Tensor, rows: LogitsRows) -> None:

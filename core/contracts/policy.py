@@ -10,7 +10,7 @@ import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from .provider import BuildContext, Provider
 
@@ -22,7 +22,8 @@ class RequestView(Protocol):
     def request_id(self) -> int: ...
     @property
     def priority(self) -> int:
-        """The request's class: a lower value is served earlier. 0 unless the client says otherwise."""
+        """The request's class: a lower value is served earlier. 0 unless the client says otherwise, and always under a
+        policy that does not use priorities."""
         ...
 
     @property
@@ -91,7 +92,17 @@ class Shed:
 
 
 class Policy(ABC):
-    """Owns the queue of waiting requests. The core allocates, frees and preempts; a policy only orders and shares."""
+    """Owns the queue of waiting requests. The core allocates, frees and preempts; a policy only orders and shares.
+
+    An operator may swap policies while serving, between two steps. The waiting requests are then pushed into the new one in
+    order of arrival; those that run stay, so `on_scheduled`, `on_tokens` and `on_finish` also come for requests that were
+    never pushed here, and `push` for one that was preempted and has run under another policy.
+
+    uses_priority: whether `RequestView.priority` means anything to it. False: a client that asks for a priority gets a 400,
+        and every request's is 0.
+    """
+
+    uses_priority: ClassVar[bool] = False
 
     @abstractmethod
     def push(self, view: RequestView) -> None:

@@ -43,6 +43,17 @@ class ModelInfo:
     cache_specs: tuple[CacheSpec, ...] = ()  # one per layer
 
 
+@dataclass(frozen=True, slots=True)
+class CompatibilityRow:
+    """Two features and whether they go together. A feature is a word of core/compatibility.py ("prefix_caching") or
+    "KIND=NAME" for an active plugin. reason: for the reader: what is wrong, and what to do."""
+
+    first: str
+    second: str
+    allowed: bool
+    reason: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildContext:
     """What a provider's `build` gets. Each kind subclasses it; a new field with a default breaks nobody."""
@@ -82,6 +93,7 @@ class Provider(Generic[T]):
         must work with `context.model` None.
     priority: for automatic choice; the highest without a reason against it wins, equal ones are refused.
     automatic: False for one that is used only when somebody names it, however well it would fit.
+    combines: rows that it adds to the compatibility table; each is about itself: `first` is "KIND=NAME" of this provider.
     summary: one line for `hotswap plugins`.
     """
 
@@ -92,4 +104,5 @@ class Provider(Generic[T]):
     unavailable: Callable[[Any], Sequence[str]] = always_available
     priority: int = 0
     automatic: bool = True
+    combines: tuple[CompatibilityRow, ...] = ()
     summary: str = ""

@@ -143,7 +143,10 @@ class SchedulingMechanism(ABC):
 
 
 class Scheduler(ABC):
-    """Fills plans. Most schedulers implement `schedule` only."""
+    """Fills plans. Most schedulers implement `schedule` only.
+
+    The engine may set `policy` and `victim` anew between two steps: read them from here, keep no reference of your own.
+    """
 
     def __init__(self, mechanism: SchedulingMechanism, policy: Policy, victim: VictimRule) -> None:
         self.mechanism = mechanism

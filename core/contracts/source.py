@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ModelLoadError, UsageError
 from .provider import BuildContext, Provider
 
-__all__ = ["ModelLoadError", "Provider", "Report", "Source", "SourceContext", "UsageError"]
+__all__ = ["CachedModel", "ModelLoadError", "Provider", "Report", "Source", "SourceContext", "UsageError"]
 
 Report = Callable[[str, int, int], None]
 """report(stage, done, total): progress in bytes; total is 0 while it is unknown. Called from the fetching thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedModel:
+    """A model that a source has on this machine already.
+
+    name: what to give to `hotswap serve`. revision: what to give to --revision with it, None when it goes without.
+    path: folder or file. format: "safetensors", "gguf", or "" when there is nothing to tell by. used_at: when a file of it
+    was last read or written, seconds since 1970, as far as the file system knows; 0 when it does not.
+    damage: why it cannot be served as it is; empty when it looks whole.
+    """
+
+    name: str
+    path: Path
+    num_bytes: int
+    format: str
+    used_at: float
+    revision: str | None = None
+    damage: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,3 +60,10 @@ class Source(ABC):
         fetched again. An interrupted fetch leaves nothing that a later one could mistake for a whole model.
         Raises UsageError when the argument can never name a model, ModelLoadError when it cannot be had now.
         """
+
+    def cached(self, cache_dir: Path) -> Sequence[CachedModel]:
+        """What it has on this machine, damaged entries among it: for `hotswap list`. None for a source that keeps nothing.
+
+        Looks at the local disk only, changes nothing there, and does not fail over what others left in a shared cache.
+        """
+        return ()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -23,9 +23,10 @@ from ..contracts.provider import DeviceInfo
 from ..contracts.source import Source, SourceContext
 from ..errors import ModelLoadError, UsageError
 from ..plugin_manager import FrozenPlugins, PluginManager, Suits
-from ..plugin_selection import PYTHON, selections_from_settings
+from ..plugin_selection import AUTO, PYTHON, selections_from_settings
 
 if TYPE_CHECKING:
+    from .admin import EngineAdmin
     from .engine_core import EngineCore
     from .wire import EngineInfo
 
@@ -33,6 +34,7 @@ logger = logging.getLogger("hotswap.engine")
 
 Report = Callable[[str, int, int], None]
 
+FRONT_KINDS = ("loader", "source", "tool_parser")
 _HOST = DeviceInfo(kind="host", name="host")  # for kinds that read files and never see a device
 
 
@@ -61,14 +63,15 @@ class OpenCheckpoints:
 
 @dataclass(frozen=True, slots=True)
 class AssembledEngine:
-    """A running engine and its facts."""
+    """A running engine, its facts, and what can be asked of it while it runs."""
 
     core: EngineCore
     info: EngineInfo
+    admin: EngineAdmin
 
 
 def make_manager(config: EngineConfig, builtins: tuple[str, ...], source: str = PYTHON) -> PluginManager:
-    """Loads the plugins that the settings ask for. Raises PluginError in one line."""
+    """Loads the plugins that the settings ask for. Raises PluginError or UsageError in one line."""
     refuse_incompatible(config)
     settings = {**config.plugins.model_dump(), "load_format": None, "quantization": config.model.quantization}
     if config.model.load_format != "auto":
@@ -77,7 +80,26 @@ def make_manager(config: EngineConfig, builtins: tuple[str, ...], source: str = 
         builtins=builtins, selections=selections_from_settings(settings, source), strict=config.plugins.strict_plugins
     )
     manager.load()
+    refuse_combinations(manager, config)
     return manager
+
+
+def refuse_combinations(manager: PluginManager, config: EngineConfig) -> None:
+    """What the plugins forbid, as far as it can be told before a device is opened: of what the operator named, the policy
+    and its victim rule. Raises UsageError or PluginError. The engine asks again when every choice is made."""
+    plugins = {(item.kind, item.name) for item in manager.selections if item.kind is not None and item.name != AUTO}
+    context = _loader_context(config)
+    for kind in ("policy", "victim"):
+        choice = manager.preview(kind, context)
+        if choice is not None:
+            plugins.add((kind, choice.name))
+    refuse_incompatible(config, plugins=plugins, more_rows=manager.rows())
+
+
+def front_rows(manager: PluginManager, config: EngineConfig) -> list[dict[str, Any]]:
+    """The inventory rows of kinds that are chosen in this process and not in the engine's."""
+    rows = manager.inventory(_loader_context(config))
+    return [msgspec.to_builtins(row) for row in rows if row.kind in FRONT_KINDS]
 
 
 def freeze_manager(manager: PluginManager) -> bytes:

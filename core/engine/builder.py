@@ -18,7 +18,9 @@ from ..contracts.attention import AttentionBackend, AttentionContext, CacheSpec
 from ..contracts.executor import Executor, ExecutorContext, Worker
 from ..contracts.kernels import OPS, KernelContext
 from ..contracts.loader import Checkpoint
+from ..contracts.logits_processor import LogitsProcessorContext, LogitsProcessorProvider
 from ..contracts.model import Model, ModelContext, ModelProvider
+from ..contracts.observer import ObserverContext
 from ..contracts.platform import Platform, PlatformContext
 from ..contracts.policy import Policy, PolicyContext
 from ..contracts.provider import BuildContext, DeviceInfo, ModelInfo
@@ -31,10 +33,14 @@ from ..layers.ops import OpTable
 from ..plugin_manager import PluginManager, Suits
 from ..runner.kv_cache import CacheGroup, CachePlan, MemoryTable, allocate_cache, group_layers, plan_cache
 from ..runner.model_runner import GroupCache, ModelRunner, RunnerLimits
+from ..runner.processors import ActiveProcessor
 from ..scheduling.limits import SchedulingLimits
 from ..scheduling.mechanism import Mechanism
+from .admin import EngineAdmin
 from .assembly import AssembledEngine, Report, cache_dir
 from .engine_core import EngineCore
+from .observers import ObserverSet
+from .request_processors import RequestProcessors
 from .wire import EngineInfo
 
 logger = logging.getLogger("hotswap.engine")
@@ -77,7 +83,10 @@ class EngineBuilder:
             self._model_info, cache_specs=tuple(specs), logits_width=self._model_info.vocab_size
         )
         backends = [self._attention(group, model) for group in groups]
-        policy, scheduler_parts = self._policy()
+        policy, victim = self._policy()
+        processors = self._processors()
+        observers = self._observers()
+        self._refuse_combinations(dtype)
         self._load_weights(model)
         cache_plan = plan_cache(
             groups, self._config.cache, platform.kv_cache_bytes(self._config.cache.gpu_memory_utilization)
@@ -86,9 +95,9 @@ class EngineBuilder:
         kv = KVCacheManager(
             cache_plan.num_blocks, cache_plan.block_size, enable_prefix_caching=self._config.cache.enable_prefix_caching
         )
-        mechanism = Mechanism(limits, kv, policy)
-        scheduler = self._scheduler(mechanism, policy, scheduler_parts)
-        worker = self._worker_factory(platform, model, groups, backends, cache_plan, limits)
+        mechanism = Mechanism(limits, kv, policy, self._clock)
+        scheduler = self._scheduler(mechanism, policy, victim)
+        worker = self._worker_factory(platform, model, groups, backends, cache_plan, limits, processors)
         executor: Executor = self._manager.build("executor", self._context(ExecutorContext, make_worker=worker))
         self._log_sizes(mechanism, cache_plan)
         core = EngineCore(
@@ -98,8 +107,11 @@ class EngineBuilder:
             self._clock,
             max_steps_in_flight=2 if self._config.scheduler.async_scheduling else 1,
             logits_width=self._model_info.logits_width,
+            processors=RequestProcessors.of(self._manager),
+            observers=observers,
         )
-        return AssembledEngine(core, self._info(mechanism, cache_plan, limits))
+        info = self._info(mechanism, cache_plan, limits)
+        return AssembledEngine(core, info, EngineAdmin(self._manager, core, info, self._config, self._context))
 
     def _context(self, kind: type[Any], **fields: Any) -> Any:
         """A kind's context with the common fields filled."""
@@ -217,6 +229,36 @@ class EngineBuilder:
         victim: VictimRule = self._manager.build("victim", self._context(VictimContext))
         return policy, victim
 
+    def _processors(self) -> list[ActiveProcessor]:
+        context = self._context(
+            LogitsProcessorContext,
+            torch_device=self._torch_device,
+            max_num_seqs=self._config.scheduler.max_num_seqs,
+            logits_width=self._model_info.logits_width,
+        )
+        return [
+            ActiveProcessor(
+                choice.name,
+                choice.described,
+                processor,
+                cast(LogitsProcessorProvider, choice.provider).arguments is None,
+            )
+            for choice, processor in self._manager.build_all("logits_processor", context)
+        ]
+
+    def _observers(self) -> ObserverSet:
+        built = self._manager.build_all("observer", self._context(ObserverContext))
+        return ObserverSet([(choice.described, observer) for choice, observer in built])
+
+    def _refuse_combinations(self, dtype: str) -> None:
+        """The compatibility table, with every plugin that will be active; weights are not read yet."""
+        plugins = {(choice.kind, choice.name) for choice in self._manager.chosen.values()}
+        for kind in ("scheduler", "executor"):  # built later, out of what does not exist yet
+            choice = self._manager.preview(kind, self._context(BuildContext))
+            if choice is not None:
+                plugins.add((kind, choice.name))
+        refuse_incompatible(self._config, model_dtype=dtype, plugins=plugins, more_rows=self._manager.rows())
+
     def _scheduler(self, mechanism: Mechanism, policy: Policy, victim: VictimRule) -> Scheduler:
         scheduler: Scheduler = self._manager.build(
             "scheduler", self._context(SchedulerContext, mechanism=mechanism, policy=policy, victim=victim)
@@ -270,6 +312,7 @@ class EngineBuilder:
         backends: Sequence[AttentionBackend],
         plan: CachePlan,
         limits: SchedulingLimits,
+        processors: Sequence[ActiveProcessor],
     ) -> Callable[[], Worker]:
         caches = allocate_cache(platform, groups, [backend.layout for backend in backends], plan)
         self._memory.add("KV cache", plan.total_bytes)
@@ -290,6 +333,9 @@ class EngineBuilder:
                 self._torch_device,
                 memory=self._memory,
                 synchronize=platform.synchronize,
+                processors=processors,
+                poison=self._config.cache.debug_poison_freed_blocks,
+                processed_logprobs=self._config.logprobs_mode == "processed_logprobs",
             )
 
         return make_worker
@@ -323,6 +369,7 @@ class EngineBuilder:
             device=self._device.name,
             inventory=[msgspec.to_builtins(row) for row in self._manager.inventory(self._context(BuildContext))],
             startup_seconds={name: round(seconds, 3) for name, seconds in self._seconds.items()},
+            uses_priority=mechanism.policy.uses_priority,
         )
 
 

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ import zmq.asyncio
 from ..clock import SystemClock
 from ..config import EngineConfig
 from ..contracts.scheduler import RequestUpdate
+from ..contracts.tool_parser import ToolParser
 from ..errors import EngineDeadError, HotswapError, ModelLoadError, RequestError, UsageError
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
@@ -37,6 +38,7 @@ from .wire import (
     EngineMessage,
     EngineStats,
     FrontMessage,
+    Heartbeat,
     Outputs,
     Ready,
     Reply,
@@ -46,13 +48,21 @@ from .wire import (
 
 logger = logging.getLogger("hotswap.client")
 
-STUCK_SECONDS = 120.0  # a loop that says nothing for this long, heartbeats included, is stuck
+SHUTDOWN_SECONDS = 3.0  # what the engine gets to end its step and close its observers
 
 
 class EngineClient:
     """Everything that the server needs of an engine. Made before the event loop runs, started inside it."""
 
-    def __init__(self, process: EngineProcess, front: FrontEnd, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        process: EngineProcess,
+        front: FrontEnd,
+        config: EngineConfig,
+        front_rows: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        """front_rows: the inventory rows of the kinds that are chosen in this process."""
+        self._front_rows = front_rows
         self._process = process
         self._front = front
         self._config = config
@@ -66,6 +76,8 @@ class EngineClient:
         self._num_calls = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._last_message = time.monotonic()
+        self._heartbeat = Heartbeat(0.0)
+        self._watcher: threading.Thread | None = None
         self._death: EngineDeadError | None = None
         self._draining = False
         self._connected = False  # whether the front end knows the engine's facts
@@ -101,6 +113,10 @@ class EngineClient:
         return self._front.chat_template
 
     @property
+    def tool_parser(self) -> ToolParser | None:
+        return self._front.tool_parser
+
+    @property
     def generation_defaults(self) -> dict[str, Any]:
         return self._front.generation_defaults
 
@@ -119,14 +135,24 @@ class EngineClient:
         return "draining" if self._draining else "ready"
 
     def health(self) -> str | None:
-        """None when healthy, else the cause: dead, or stuck (nothing heard for two minutes)."""
+        """None when healthy, else the cause: dead, stuck (no step ended, or nothing was heard, for --engine-stuck-timeout
+        seconds), or without one of the threads and tasks that it needs."""
         if self._death is not None:
             return str(self._death)
         if any(task.done() for task in self._tasks):
             return "a background task of the API process has ended"
+        if self.state == "starting":
+            return None
+        if self._watcher is not None and not self._watcher.is_alive():
+            return "the thread that watches the engine process has ended"
+        if self._heartbeat.dead_threads:
+            return f"threads of the engine have ended: {', '.join(self._heartbeat.dead_threads)}"
+        limit = self._config.engine_stuck_timeout
         silence = time.monotonic() - self._last_message
-        if self.state != "starting" and silence > STUCK_SECONDS:
+        if silence > limit:
             return f"the engine is stuck: nothing was heard from it for {silence:.0f} s"
+        if self._heartbeat.stalled_seconds > limit:
+            return f"the engine is stuck: no step has ended for {self._heartbeat.stalled_seconds:.0f} s"
         return None
 
     # Life.
@@ -138,7 +164,8 @@ class EngineClient:
         self._idle = asyncio.Event()
         self._idle.set()
         self._tasks.append(loop.create_task(self._receive(), name="engine-outputs"))
-        threading.Thread(target=self._watch_process, args=(loop,), name="engine-watch", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch_process, args=(loop,), name="engine-watch", daemon=True)
+        self._watcher.start()
         info = await self._ready
         self._front.connect(info, SystemClock())
         self._connected = True
@@ -167,7 +194,7 @@ class EngineClient:
         self._tasks.clear()
         self._inputs.close(linger=500)
         self._outputs.close(linger=0)
-        await asyncio.to_thread(self._process.close)
+        await asyncio.to_thread(self._process.close, wait_s=SHUTDOWN_SECONDS)
         self._context.destroy(linger=0)
 
     def kill(self) -> None:
@@ -228,7 +255,8 @@ class EngineClient:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[self._num_calls] = future
         self._send(Call(self._num_calls, method, arguments))
-        return await future
+        result = await future
+        return merge_rows(result, self._front_rows) if method == "inventory" else result
 
     def _check_open(self) -> None:
         if self._death is not None:
@@ -266,8 +294,13 @@ class EngineClient:
             for update in message.updates:
                 self._deliver(update)
         elif isinstance(message, Ready):
-            if self._ready is not None and not self._ready.done():
+            message.info.inventory = merge_rows(message.info.inventory, self._front_rows)
+            if self._connected:
+                self._front.refresh(message.info)
+            elif self._ready is not None and not self._ready.done():
                 self._ready.set_result(message.info)
+        elif isinstance(message, Heartbeat):
+            self._heartbeat = message
         elif isinstance(message, StartupProgress):
             if self.on_progress is not None:
                 self.on_progress(message)
@@ -326,3 +359,15 @@ class EngineClient:
         if self._death is None:
             logger.error("%s", describe_exit(status))
         self._die(describe_exit(status), max(status, 1))
+
+
+def merge_rows(engine_rows: list[dict[str, Any]], own_rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One inventory: of the kinds in `own_rows` those rows, where the engine has its own."""
+    own_kinds = {row["kind"] for row in own_rows}
+    merged: list[dict[str, Any]] = []
+    for row in engine_rows:
+        if row["kind"] not in own_kinds:
+            merged.append(row)
+        elif not any(before["kind"] == row["kind"] for before in merged):
+            merged += [own for own in own_rows if own["kind"] == row["kind"]]
+    return merged

@@ -8,12 +8,14 @@ from typing import Any
 from ..clock import Clock
 from ..config import EngineConfig
 from ..contracts.loader import Checkpoint
+from ..contracts.tool_parser import ToolParser
 from ..errors import RequestError, UsageError
 from ..sampling_params import SamplingParams
 from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from .input_processor import InputLimits, InputProcessor
 from .output_processor import OutputProcessor
+from .request_processors import RequestProcessors
 from .wire import EngineInfo
 
 # generation_config.json's names -> ours; names absent here have no meaning for sampling.
@@ -31,12 +33,19 @@ class FrontEnd:
     """Built once the checkpoint is open; `connect` completes it when the engine's facts are known. No torch here."""
 
     def __init__(
-        self, checkpoint: Checkpoint, config: EngineConfig, tokenizer_checkpoint: Checkpoint | None = None
+        self,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        tokenizer_checkpoint: Checkpoint | None = None,
+        processors: RequestProcessors | None = None,
     ) -> None:
+        """processors: the logits processors that a request may name."""
         self._config = config
+        self._processors = processors
         text_source = tokenizer_checkpoint or checkpoint
         self.tokenizer: Tokenizer | None = None
         self.chat_template: ChatTemplate | None = None
+        self.tool_parser: ToolParser | None = None  # set by start_engine, which has the plugins
         if not config.model.skip_tokenizer_init:
             spec = text_source.tokenizer_spec()
             if spec is None:
@@ -56,8 +65,15 @@ class FrontEnd:
     def connect(self, info: EngineInfo, clock: Clock, *, seed: int | None = None) -> None:
         """Called once, with the engine's facts. seed: makes requests without a seed of their own repeatable."""
         self.info = info
-        self.inputs = InputProcessor(info, self.tokenizer, self.eos_token_ids, clock, self._limits, seed)
+        self.inputs = InputProcessor(
+            info, self.tokenizer, self.eos_token_ids, clock, self._limits, seed, self._processors
+        )
         self.outputs = OutputProcessor(self.tokenizer)
+
+    def refresh(self, info: EngineInfo) -> None:
+        """The engine's facts changed while it serves."""
+        self.info = info
+        self.inputs.refresh(info)
 
     def encode(self, prompt: str) -> list[int]:
         """Token ids of a raw prompt that the caller of Python code wrote, who is trusted: special tokens in it are tokens.

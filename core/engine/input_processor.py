@@ -11,6 +11,7 @@ from ..clock import Clock
 from ..errors import RequestError
 from ..sampling_params import SamplingParams
 from ..text.tokenizer import Tokenizer
+from .request_processors import RequestProcessors
 from .wire import EngineInfo, EngineRequest
 
 SALT_ALPHABET = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._~+/=:-")
@@ -38,15 +39,22 @@ class InputProcessor:
         clock: Clock,
         limits: InputLimits,
         seed: int | None = None,
+        processors: RequestProcessors | None = None,
     ) -> None:
-        """seed: where the seeds of requests that bring none come from; None draws them afresh."""
+        """seed: where the seeds of requests that bring none come from; None draws them afresh. processors: the logits
+        processors that a request may name; none when not given."""
         self._info = info
         self._tokenizer = tokenizer
         self._eos_token_ids = sorted(set(eos_token_ids))
         self._clock = clock
         self._limits = limits
+        self._processors = processors or RequestProcessors()
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
         self._ids: Iterator[int] = itertools.count(1)
+
+    def refresh(self, info: EngineInfo) -> None:
+        """The engine's facts changed."""
+        self._info = info
 
     def process(
         self,
@@ -57,7 +65,9 @@ class InputProcessor:
         user: str = "",
         cache_salt: str | None = None,
     ) -> list[EngineRequest]:
-        """One engine request per choice (n of them), with fresh ids in choice order."""
+        """One engine request per choice (n of them), with fresh ids in choice order. Choice 0 alone computes the prompt's
+        log-probabilities: they are the same for all."""
+        self._check_priority(priority)
         prompt = self._checked_prompt(prompt_token_ids, params)
         _check_salt(cache_salt)
         filled = self._filled(params, len(prompt))
@@ -66,7 +76,11 @@ class InputProcessor:
             EngineRequest(
                 request_id=next(self._ids),
                 prompt_token_ids=prompt,
-                sampling=filled.clone(n=1, seed=choice_seed(filled.seed or 0, index)),
+                sampling=filled.clone(
+                    n=1,
+                    seed=choice_seed(filled.seed or 0, index),
+                    prompt_logprobs=filled.prompt_logprobs if index == 0 else None,
+                ),
                 arrival_time=now,
                 priority=priority,
                 user=user,
@@ -74,6 +88,14 @@ class InputProcessor:
             )
             for index in range(params.n)
         ]
+
+    def _check_priority(self, priority: int) -> None:
+        if priority != 0 and not self._info.uses_priority:
+            raise RequestError(
+                f"priority {priority}: the active policy does not serve by priority; leave it out or 0, or have the server "
+                "run with --scheduling-policy priority",
+                param="priority",
+            )
 
     def _checked_prompt(self, ids: list[int], params: SamplingParams) -> list[int]:
         if not ids:
@@ -114,6 +136,7 @@ class InputProcessor:
             eos_token_ids=list(self._eos_token_ids),
             bad_words_token_ids=self._bad_words(params.bad_words),
             truncate_prompt_tokens=None,
+            logits_processors=self._processors.check(params.logits_processors, for_wire=True),
         )
         filled.check_token_ids(self._info.logits_width)
         return filled
@@ -133,7 +156,8 @@ class InputProcessor:
                         f"bad_words: an entry is {len(ids)} tokens long; at most {MAX_BAD_WORD_TOKENS}",
                         param="bad_words",
                     )
-                if ids and ids not in spellings:
+                # A tokenizer can be longer than the logits: what cannot be drawn need not be banned.
+                if ids and max(ids) < self._info.logits_width and ids not in spellings:
                     spellings.append(ids)
         return spellings
 

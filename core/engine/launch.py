@@ -91,8 +91,14 @@ class EngineProcess:
     def poll(self) -> int | None:
         return self._child.poll()
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Ends the child: the closed pipe asks, SIGKILL insists. Idempotent."""
+    def close(self, timeout_s: float = 5.0, *, wait_s: float = 0.0) -> None:
+        """Ends the child: the closed pipe asks, SIGKILL insists. Idempotent.
+
+        wait_s: first wait so long for a child that was told to end by a message.
+        """
+        if wait_s > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(wait_s)
         if self._child.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # it is gone already
                 self._child.stdin.close()

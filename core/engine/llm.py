@@ -14,6 +14,7 @@ from ..errors import RequestError, UsageError
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
 from ..text.chat_template import ChatTemplate
+from ..text.tools import check_tools
 from .output_processor import merge_delta
 
 if TYPE_CHECKING:
@@ -38,19 +39,22 @@ class LLM:
     def __init__(self, model: str | None = None, *, plugins: Sequence[str] = (), **settings: Any) -> None:
         from .assembly import make_manager
 
+        if "plugin" in settings:
+            raise UsageError("LLM(plugin=...): write plugins=[...], with the values that --plugin takes")
         config = EngineConfig.from_flat(model=model or DEFAULT_MODEL, plugin=list(plugins), **settings)
         self._start(make_manager(config, self.builtins), config)
 
     def _start(self, manager: PluginManager, config: EngineConfig) -> None:
         from .assembly import assemble_engine, open_checkpoints, platform_environment, resolve_model
         from .front_end import FrontEnd
+        from .request_processors import RequestProcessors
 
         if "torch" not in sys.modules:  # its runtime reads them when it is loaded; afterwards they would only mislead
             for name, value in platform_environment(manager, config).items():
                 os.environ.setdefault(name, value)
         resolved = resolve_model(manager, config, report=None)
         checkpoints = open_checkpoints(manager, config, resolved)
-        self._front = FrontEnd(checkpoints.model, config, checkpoints.tokenizer)
+        self._front = FrontEnd(checkpoints.model, config, checkpoints.tokenizer, RequestProcessors.of(manager))
         checkpoints.close()
         self._engine = assemble_engine(manager, config, str(resolved.path), resolved.loader, SystemClock(), report=None)
         self._front.connect(self._engine.info, SystemClock(), seed=config.model.seed)
@@ -107,7 +111,8 @@ class LLM:
         """Renders one conversation, or a list of them, through the model's chat template and generates.
 
         chat_template: another template instead of the model's; it comes from the caller of Python code, so it is trusted.
-        add_generation_prompt: None means yes, unless the final message is continued.
+        add_generation_prompt: None means yes, unless the final message is continued. tools: shown to the model through the
+        template; what it writes, calls among it, is returned as text.
         """
         self._check_open()
         tokenizer, template = self._front.tokenizer, self._front.chat_template
@@ -118,13 +123,16 @@ class LLM:
         conversations = cast(
             Sequence[Sequence[Message]], [messages] if messages and isinstance(messages[0], Mapping) else messages
         )
+        checked = None if tools is None else check_tools(tools)
+        if checked is not None:
+            template.need_tools()
         prompts: list[Prompt] = []
         for conversation in conversations:
             rendered = template.render(
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                tools=tools,
+                tools=checked,
                 template_kwargs=chat_template_kwargs,
             )
             prompts.append({"prompt": rendered.text, "prompt_token_ids": tokenizer.encode_chat(rendered)})
@@ -205,16 +213,21 @@ class LLM:
         order: list[RequestOutput] = []
         with _Progress(len(prepared), use_tqdm) as progress:
             try:
-                for (text, ids), group in zip(prepared, requests, strict=True):
+                for (text, _), group in zip(prepared, requests, strict=True):
                     self._num_requests += 1
                     state = front.outputs.add(str(self._num_requests), text, group)
-                    total = RequestOutput(state.request_id, text, ids, [])
+                    total = RequestOutput(state.request_id, text, state.prompt_token_ids, [])
                     totals[id(state)] = total
                     order.append(total)
                     for request in group:
                         refusal = core.add_request(request)
                         if refusal is not None:
-                            raise RequestError(refusal.error or "refused", status=refusal.error_status)
+                            raise RequestError(
+                                refusal.error or "refused",
+                                param=refusal.error_param,
+                                code=refusal.error_code,
+                                status=refusal.error_status,
+                            )
                 while core.has_work():
                     self._collect(totals, progress)
             except (RequestError, KeyboardInterrupt):

@@ -86,7 +86,6 @@ class RequestState:
     prompt_tokenizer: Tokenizer | None = None
     num_cached_tokens: int = 0
     error: str | None = None
-    has_prompt_logprobs: bool = False
     to_abort: list[int] = field(default_factory=list)
 
     @property
@@ -111,9 +110,14 @@ class RequestState:
             finished=self.finished,
             error=update.error,
             error_status=update.error_status,
+            error_code=update.error_code,
+            error_param=update.error_param,
         )
-        if update.prompt_logprobs is not None and not self.has_prompt_logprobs:
-            self.has_prompt_logprobs = True  # every choice brings the same; whichever is first
+        if update.queue_seconds is not None:
+            output.queue_seconds.append(update.queue_seconds)
+        if update.prefill_seconds is not None:
+            output.prefill_seconds.append(update.prefill_seconds)
+        if update.prompt_logprobs is not None:  # choice 0's: the others do not compute them
             output.prompt_logprobs = self._describe_prompt(update.prompt_logprobs)
         return output
 
@@ -211,8 +215,11 @@ def merge_delta(total: RequestOutput, delta: RequestOutput) -> None:
         total.prompt_logprobs = delta.prompt_logprobs
     total.num_cached_tokens = delta.num_cached_tokens
     total.finished = delta.finished
+    total.queue_seconds += delta.queue_seconds
+    total.prefill_seconds += delta.prefill_seconds
     if delta.error is not None:
         total.error, total.error_status = delta.error, delta.error_status
+        total.error_code, total.error_param = delta.error_code, delta.error_param
 
 
 def _copy(output: CompletionOutput) -> CompletionOutput:

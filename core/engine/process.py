@@ -9,18 +9,19 @@ import sys
 import threading
 import time
 import traceback
-from typing import BinaryIO
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 import zmq
 
+from .. import logs
 from ..clock import SystemClock
 from ..config import EngineConfig
 from ..contracts.scheduler import RequestUpdate
 from ..errors import HotswapError, RequestError
 from ..plugin_discovery import Origin, root_cause
 from ..plugin_manager import PluginManager
-from .engine_core import EngineCore
 from .launch import EngineSetup, read_setup
 from .wire import (
     AbortRequests,
@@ -30,6 +31,7 @@ from .wire import (
     EngineRequest,
     EngineStats,
     FrontMessage,
+    Heartbeat,
     Outputs,
     Ready,
     Reply,
@@ -37,10 +39,14 @@ from .wire import (
     StartupProgress,
 )
 
+if TYPE_CHECKING:
+    from .assembly import AssembledEngine
+
 logger = logging.getLogger("hotswap.engine")
 
 HEARTBEAT_SECONDS = 0.5
 LAST_WORD_SECONDS = 30.0  # the front end may still be reading its tokenizer; if it is gone, so is this process
+FAREWELL_SECONDS = 2.0  # what the loop gets to end by itself when the parent is gone
 STATS_SECONDS = 0.05  # gauges travel at most this often, and whenever the engine falls idle
 
 
@@ -85,18 +91,65 @@ class FrontLink:
         self._context.term()
 
 
+class HeartbeatThread:
+    """Says twice a second how long the loop has not come round, and which threads have ended. Has a socket of its own:
+    sockets belong to one thread.
+
+    stalled_seconds: asked of the loop. threads: those that must live as long as the engine.
+    """
+
+    def __init__(
+        self, output_address: str, stalled_seconds: Callable[[], float], threads: Sequence[threading.Thread]
+    ) -> None:
+        self._address = output_address
+        self._stalled_seconds = stalled_seconds
+        self._threads = threads
+        self._ended = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def stop(self) -> None:
+        """Waits for the thread: its socket must be closed before the process ends."""
+        self._ended.set()
+        self.thread.join(1.0)
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        socket = context.socket(zmq.PUSH)
+        socket.connect(self._address)
+        encoder = msgspec.msgpack.Encoder()
+        try:
+            while not self._ended.wait(HEARTBEAT_SECONDS):
+                dead = [thread.name for thread in self._threads if not thread.is_alive()]
+                socket.send(encoder.encode(Heartbeat(self._stalled_seconds(), dead)))
+        finally:
+            context.destroy(linger=0)
+
+
 class EngineLoop:
     """Messages in, steps, updates out, until told to stop."""
 
-    def __init__(self, core: EngineCore, link: FrontLink) -> None:
-        self._core = core
+    def __init__(self, engine: AssembledEngine, link: FrontLink) -> None:
+        self._core = engine.core
+        self._admin = engine.admin
         self._link = link
         self._stopping = False
         self._last_stats = 0.0
-        self._last_sent = 0.0
+        self._last_turn = time.monotonic()
+
+    def stop(self) -> None:
+        """Ends `run` between two steps. May be called from any thread."""
+        self._stopping = True
+
+    def stalled_seconds(self) -> float:
+        """Since the loop last came round. May be called from any thread."""
+        return time.monotonic() - self._last_turn
 
     def run(self) -> None:
         while not self._stopping:
+            self._last_turn = time.monotonic()
             busy = self._core.has_work()
             for message in self._link.receive(0.0 if busy else HEARTBEAT_SECONDS):
                 self._handle(message)
@@ -105,8 +158,10 @@ class EngineLoop:
                 if not updates and not self._core.mechanism.num_running:
                     time.sleep(0.001)  # everything waits for something outside the engine
                 self._send(updates)
-            elif busy or time.monotonic() - self._last_sent >= HEARTBEAT_SECONDS:
+            elif busy:
                 self._send([])
+            else:
+                self._core.executor.check_health()  # a worker that is gone is found before a request needs it
 
     def _handle(self, message: FrontMessage) -> None:
         if isinstance(message, EngineRequest):
@@ -121,14 +176,15 @@ class EngineLoop:
             self._stopping = True
 
     def _answer(self, call: Call) -> Reply:
-        if call.method == "reset_prefix_cache":
-            return Reply(call.call_id, self._core.reset_prefix_cache())
-        if call.method == "stats":
-            return Reply(call.call_id, msgspec.to_builtins(self._stats()))
-        if call.method == "check_integrity":
-            self._core.mechanism.check_integrity()
-            return Reply(call.call_id, True)
-        return Reply(call.call_id, error=f"unknown call {call.method!r}")
+        try:
+            self._stats()
+            result = self._admin.answer(call)
+        except HotswapError as error:
+            return Reply(call.call_id, error=str(error))
+        if self._admin.info_changed:
+            self._admin.info_changed = False
+            self._link.send(Ready(self._admin.info))
+        return Reply(call.call_id, result)
 
     def _stats(self) -> EngineStats:
         stats = self._core.stats()
@@ -142,7 +198,6 @@ class EngineLoop:
             return
         if due:
             self._last_stats = now
-        self._last_sent = now
         self._link.send(Outputs(updates, self._stats() if due else None))
 
 
@@ -157,43 +212,58 @@ def main() -> int:
     for name, value in setup.environment.items():
         os.environ.setdefault(name, value)
     link = FrontLink(setup.input_address, setup.output_address)
-    threading.Thread(target=_exit_with_parent, args=(stdin,), name="parent-watch", daemon=True).start()
+    parent = ParentWatch(stdin)
     try:
-        manager, core = _start(setup, link)
+        manager, engine = _start(setup, link)
     except HotswapError as error:
         logger.debug("%s", traceback.format_exc())
-        return _die(link, str(error), error.exit_code)
+        return _die(link, str(error), error.exit_code)  # the front end prints it
     except BaseException as error:  # noqa: BLE001  # whatever it was must reach the front end
         traceback.print_exc()
         return _die(link, root_cause(error))
+    return _serve(setup, link, manager, engine, parent)
+
+
+def _serve(
+    setup: EngineSetup, link: FrontLink, manager: PluginManager, engine: AssembledEngine, parent: ParentWatch
+) -> int:
+    """The loop, from the first message to the last; the exit status."""
+    loop = EngineLoop(engine, link)
+    parent.ask_first(loop.stop)
+    heartbeat = HeartbeatThread(setup.output_address, loop.stalled_seconds, [parent.thread])
+    heartbeat.start()
+    link.send(Ready(engine.info))
     try:
-        EngineLoop(core, link).run()
-        core.shutdown()
+        loop.run()
+        engine.core.shutdown()
     except BaseException as error:  # noqa: BLE001  # the loop's last frame: the front end must learn why it ended
         traceback.print_exc()
-        return _die(link, describe_fault(error, manager.owner_of(error)))
+        cause = describe_fault(error, manager.owner_of(error))
+        logger.error("the engine stops: %s", cause)
+        heartbeat.stop()
+        return _die(link, cause, farewell=engine.core.close_observers)
+    heartbeat.stop()
     link.close()
     return 0
 
 
-def _start(setup: EngineSetup, link: FrontLink) -> tuple[PluginManager, EngineCore]:
+def _start(setup: EngineSetup, link: FrontLink) -> tuple[PluginManager, AssembledEngine]:
     from .assembly import assemble_engine, load_manager  # torch comes with it
 
     config = EngineConfig.from_json(setup.config)
-    configure_logging(config.log_level)
+    logs.configure(config.log_level, config.log_format)
     manager = load_manager(setup.plugins)
 
     def report(what: str, done: int, total: int) -> None:
         link.send(StartupProgress(what, done, total))
 
-    engine = assemble_engine(manager, config, setup.model_path, setup.loader, SystemClock(), report)
-    link.send(Ready(engine.info))
-    return manager, engine.core
+    return manager, assemble_engine(manager, config, setup.model_path, setup.loader, SystemClock(), report)
 
 
-def _die(link: FrontLink, cause: str, exit_code: int = 1) -> int:
-    logger.error("the engine stops: %s", cause)
+def _die(link: FrontLink, cause: str, exit_code: int = 1, farewell: Callable[[], None] = lambda: None) -> int:
+    """Says why, then takes leave of whoever must hear of it, then waits for the front end to have read it."""
     link.send(Dead(cause, exit_code))
+    farewell()
     link.close(LAST_WORD_SECONDS)
     return exit_code
 
@@ -204,21 +274,26 @@ def describe_fault(error: BaseException, owner: Origin | None) -> str:
     return cause if owner is None or owner.builtin else f"{owner.described} failed: {cause}"
 
 
-def configure_logging(level: str) -> None:
-    """One line a record on standard error."""
-    logging.basicConfig(
-        level=level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-    )
-
-
-def _exit_with_parent(stdin: BinaryIO) -> None:
+class ParentWatch:
     """The parent holds the other end of the pipe; when it is gone, so are we, whatever the loop is doing."""
-    while stdin.read(4096):
-        pass
-    os._exit(0)
+
+    def __init__(self, stdin: BinaryIO) -> None:
+        self._stdin = stdin
+        self._ask: Callable[[], None] | None = None
+        self.thread = threading.Thread(target=self._run, name="parent-watch", daemon=True)
+        self.thread.start()
+
+    def ask_first(self, ask: Callable[[], None]) -> None:
+        """From now on `ask` is called first, and the process gets a moment to end by itself: observers have files to close."""
+        self._ask = ask
+
+    def _run(self) -> None:
+        while self._stdin.read(4096):
+            pass
+        if self._ask is not None:
+            self._ask()
+            time.sleep(FAREWELL_SECONDS)
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,20 @@ from collections.abc import Callable
 from ..compatibility import refuse_incompatible
 from ..config import EngineConfig
 from ..plugin_manager import PluginManager
-from .assembly import Report, freeze_manager, open_checkpoints, platform_environment, resolve_model
+from .assembly import (
+    Report,
+    freeze_manager,
+    front_rows,
+    open_checkpoints,
+    platform_environment,
+    refuse_combinations,
+    resolve_model,
+)
 from .client import EngineClient
 from .front_end import FrontEnd
 from .launch import EngineProcess, EngineSetup
+from .request_processors import RequestProcessors
+from .tool_parsing import choose_tool_parser
 
 
 def start_engine(
@@ -26,6 +36,7 @@ def start_engine(
     try:
         refuse_incompatible(config)
         manager = make_manager()
+        refuse_combinations(manager, config)
         environment = platform_environment(manager, config)
         resolved = resolve_model(manager, config, report)
         process.configure(
@@ -40,9 +51,12 @@ def start_engine(
             )
         )
         checkpoints = open_checkpoints(manager, config, resolved)
-        front = FrontEnd(checkpoints.model, config, checkpoints.tokenizer)
+        front = FrontEnd(checkpoints.model, config, checkpoints.tokenizer, RequestProcessors.of(manager))
         checkpoints.close()
-        return EngineClient(process, front, config)
+        front.tool_parser = choose_tool_parser(
+            manager, config, front.chat_template.source if front.chat_template is not None else None
+        )
+        return EngineClient(process, front, config, front_rows(manager, config))
     except BaseException:
         process.close(timeout_s=0.5)
         raise

@@ -27,7 +27,7 @@ class EngineRequest(msgspec.Struct, tag="add"):
     user: str = ""
     deadline: float | None = None
     cache_salt: str | None = None
-    adapter_id: int = 0
+    adapter_key: str = ""  # identity and version of the adapter; "": the base model
 
 
 class AbortRequests(msgspec.Struct, tag="abort"):
@@ -40,7 +40,7 @@ class Call(msgspec.Struct, tag="call"):
     """An administrative call, answered by a Reply with the same id:
 
     "reset_prefix_cache" -> bool; "stats" -> EngineStats; "check_integrity" -> None;
-    "set_policy" (name, options) -> {"policy": name, "distribution": ..., "version": ...}; "inventory" -> rows.
+    "set_policy" (name, options) -> {"policy", "distribution", "version", "victim"}; "inventory" -> rows.
     """
 
     call_id: int
@@ -71,6 +71,7 @@ class EngineInfo(msgspec.Struct):
     device: str
     inventory: list[dict[str, Any]] = []  # the engine's plugins, rows of `hotswap plugins --json`
     startup_seconds: dict[str, float] = {}
+    uses_priority: bool = False  # whether the active policy serves by priority; others refuse one
 
 
 class HistogramData(msgspec.Struct):
@@ -134,6 +135,8 @@ class EngineStats(msgspec.Struct):
 
 
 class Ready(msgspec.Struct, tag="ready"):
+    """The engine serves. Sent again, before the Reply, when a call changed its facts."""
+
     info: EngineInfo
     protocol: int = PROTOCOL_VERSION
 
@@ -147,10 +150,21 @@ class StartupProgress(msgspec.Struct, tag="progress"):
 
 
 class Outputs(msgspec.Struct, tag="outputs"):
-    """Everything that one update confirmed. Also sent with no updates as a heartbeat, twice a second, while nothing runs."""
+    """Everything that one update confirmed."""
 
     updates: list[RequestUpdate]
     stats: EngineStats | None = None  # not with every step: gauges are cheap to read late and dear to gather often
+
+
+class Heartbeat(msgspec.Struct, tag="heartbeat"):
+    """Sent twice a second by a thread of its own, so that a long step does not silence the engine.
+
+    stalled_seconds: since the loop last came round: at most half a second while idle, else the age of the step it waits for.
+    dead_threads: names of the engine's threads that ended though they should not.
+    """
+
+    stalled_seconds: float
+    dead_threads: list[str] = []
 
 
 class Reply(msgspec.Struct, tag="reply"):
@@ -166,4 +180,4 @@ class Dead(msgspec.Struct, tag="dead"):
     exit_code: int = 1
 
 
-EngineMessage = Ready | StartupProgress | Outputs | Reply | Dead
+EngineMessage = Ready | StartupProgress | Outputs | Heartbeat | Reply | Dead

@@ -1,8 +1,9 @@
 """Which block holds the KV of which tokens: full blocks by the SHA-256 of everything that their content depends on.
 
-A block's key is SHA-256(parent's key, its token ids); the first block's parent is SHA-256(seed, adapter id, cache
+A block's key is SHA-256(parent's key, its token ids); the first block's parent is SHA-256(seed, adapter key, cache
 salt), so that every key of a chain depends on them. The seed is random per process unless given: keys cannot be
-precomputed from outside.
+precomputed from outside. The adapter's key says what its weights are (a digest of them, say), never a number or a name
+that another process, or a later load, may give to other weights.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ class PrefixIndex:
     def __contains__(self, block: int) -> bool:
         return block in self._keys
 
-    def root_key(self, adapter_id: int, cache_salt: str | None) -> bytes:
-        """The parent of a first block. No salt and an empty salt are different."""
+    def root_key(self, adapter_key: str, cache_salt: str | None) -> bytes:
+        """The parent of a first block. adapter_key: "" is the base model. No salt and an empty salt are different."""
+        adapter = adapter_key.encode("utf-8", "surrogatepass")
         salt = b"" if cache_salt is None else b"\x01" + cache_salt.encode("utf-8", "surrogatepass")
-        return hashlib.sha256(self._seed + struct.pack("<q", adapter_id) + salt).digest()
+        return hashlib.sha256(self._seed + struct.pack("<q", len(adapter)) + adapter + salt).digest()
 
     def block_key(self, parent: bytes, token_ids: list[int]) -> bytes:
         """The key of a full block. Raises struct.error when there are not exactly block_size tokens."""
@@ -55,7 +57,7 @@ class PrefixIndex:
         keys = request.block_hashes
         if len(keys) >= num_blocks:
             return
-        parent = keys[-1] if keys else self.root_key(request.adapter_id, request.cache_salt)
+        parent = keys[-1] if keys else self.root_key(request.adapter_key, request.cache_salt)
         for position in range(len(keys) * self.block_size, num_blocks * self.block_size, self.block_size):
             parent = self.block_key(parent, _known_tokens(request, position, position + self.block_size))
             keys.append(parent)

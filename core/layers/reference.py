@@ -39,7 +39,8 @@ class ReferenceLinear(LinearKernel):
         tensor = weight.tensor if isinstance(weight, PlainWeight) else weight.unpack()
         # The operands are widened, not the product: one rounded to x.dtype first would make ties between logits.
         dtype = out_dtype or x.dtype
-        return F.linear(x.to(dtype), tensor.to(dtype), None if bias is None else bias.to(dtype))
+        wide = torch.promote_types(torch.promote_types(x.dtype, tensor.dtype), dtype)
+        return F.linear(x.to(wide), tensor.to(wide), None if bias is None else bias.to(wide)).to(dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

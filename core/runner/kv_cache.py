@@ -123,6 +123,15 @@ def allocate_cache(
     return caches
 
 
+def poison_blocks(
+    group: CacheGroup, layout: KVLayout, caches: dict[int, tuple[Tensor, Tensor]], blocks: Tensor
+) -> None:
+    """Fills whole blocks (int64 [B]) with NaN in every layer of a group (S-54)."""
+    for layer in group.layers:
+        for tensor, shape in zip(caches[layer], (layout.key_shape, layout.value_shape), strict=True):
+            tensor.index_fill_(shape.index("block"), blocks, float("nan"))
+
+
 def copy_blocks(
     group: CacheGroup,
     layout: KVLayout,

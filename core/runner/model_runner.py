@@ -19,12 +19,15 @@ from ..contracts.attention import AttentionBackend, AttentionLayer, BatchGeometr
 from ..contracts.executor import Worker
 from ..contracts.model import Model
 from ..contracts.plan import NewRequest, PositionLogprobs, RowResult, StepPlan, StepResult
+from ..kv_cache.block_pool import NULL_BLOCK
 from .edits import History
 from .input_batch import BatchRequest, InputBatch, StepInputs
-from .kv_cache import CacheGroup, MemoryTable, copy_blocks
+from .kv_cache import CacheGroup, MemoryTable, copy_blocks, poison_blocks
 from .logprobs import gather_logprobs
 from .penalties import PenaltyPool, penalties_of
-from .sampler import FAULTS, describe_faults, sample
+from .processed import processed_logits
+from .processors import ActiveProcessor, ProcessedRows, ProcessorChain
+from .sampler import FAULTS, NOTHING_LEFT, describe_faults, sample
 from .sampling_rows import SamplingBatch, SamplingRow, build_batch, resolve_row
 
 PROMPT_LOGPROB_SLICE = 64  # rows of logits that exist at once for prompt log-probabilities
@@ -99,10 +102,14 @@ class _SamplingPlan:
     batch: SamplingBatch
     slots: Tensor
     num_prompt_tokens: Tensor
+    processed: tuple[ProcessedRows, ...]
 
 
 class ModelRunner(Worker):
     """model: with weights. caches: (key, value) by layer. memory: the table for the log and for `collective("memory")`.
+    processors: the operator's logits processors, in order. poison: fill blocks with NaN before they are written, for
+    debugging: whoever reads what was not written gets NaN, and its request an error. processed_logprobs: report drawn
+    tokens' log-probabilities after edits, temperature and filters; the prompt's are the raw model's either way.
 
     `masks` in `sample` is None or a mapping request id -> bool tensor [V] of the tokens that may be drawn.
     """
@@ -117,6 +124,9 @@ class ModelRunner(Worker):
         *,
         memory: MemoryTable | None = None,
         synchronize: Callable[[], None] | None = None,
+        processors: Sequence[ActiveProcessor] = (),
+        poison: bool = False,
+        processed_logprobs: bool = False,
     ) -> None:
         self.memory = memory or MemoryTable()
         self._model = model
@@ -130,6 +140,11 @@ class ModelRunner(Worker):
         self._rows: dict[int, SamplingRow] = {}
         self._prompt_logprobs: dict[int, int] = {}  # request -> alternatives, for those that ask
         self._pool = PenaltyPool(limits.logits_width, device)
+        self._processors = ProcessorChain(processors)
+        self._poisons = poison
+        self._processed_logprobs = processed_logprobs
+        if poison:
+            self._poison([[NULL_BLOCK]] * len(self._groups))
         self._pending: _Pending | None = None
         self._sampling: _SamplingPlan | None = None
 
@@ -145,6 +160,9 @@ class ModelRunner(Worker):
             self._remove(request_id)
         for new in plan.new:
             self._add(new)
+        self._processors.flush()
+        if self._poisons:
+            self._poison(self._fresh_blocks(plan))
         if plan.block_copies:
             self._copy_blocks(plan.block_copies)
         inputs = self._batch.build(plan)
@@ -170,6 +188,8 @@ class ModelRunner(Worker):
             self._draw(pending, masks or {}, rows)
         for chunk in pending.chunks:
             self._describe_prompt(chunk, rows[chunk.place])
+        if self._processors.failures:
+            self._end_failed(rows)
         return StepResult(plan.step_id, rows, pending.seconds + time.perf_counter() - started)
 
     def collective(self, method: str, *args: Any) -> Any:
@@ -196,8 +216,14 @@ class ModelRunner(Worker):
         if penalties is not None:
             tokens = self._batch.tokens(request, 0, len(new.token_ids))
             penalty_row = self._pool.add(penalties, tokens[: new.num_prompt_tokens], tokens[new.num_prompt_tokens :])
-        row = resolve_row(new.sampling, new.request_id, self._limits.logits_width, self._device, penalty_row)
-        self._rows[new.request_id] = row
+        self._rows[new.request_id] = resolve_row(
+            new.sampling,
+            new.request_id,
+            self._limits.logits_width,
+            self._device,
+            penalty_row,
+            processed=bool(self._processors and self._processors.add(new, request.slot)),
+        )
         # A request that comes back with outputs has had its prompt's log-probabilities delivered.
         if new.sampling.prompt_logprobs is not None and len(new.token_ids) == new.num_prompt_tokens:
             self._prompt_logprobs[new.request_id] = new.sampling.prompt_logprobs
@@ -206,6 +232,7 @@ class ModelRunner(Worker):
     def _remove(self, request_id: int) -> None:
         self._batch.remove(request_id)
         self._prompt_logprobs.pop(request_id, None)
+        self._processors.remove(request_id)
         row = self._rows.pop(request_id, None)
         if row is not None and row.penalty_row is not None:
             self._pool.remove(row.penalty_row)
@@ -215,7 +242,25 @@ class ModelRunner(Worker):
         self._rows.clear()
         self._prompt_logprobs.clear()
         self._pool.clear()
+        self._processors.clear()
         self._pending = self._sampling = None
+
+    def _fresh_blocks(self, plan: StepPlan) -> list[list[int]]:
+        """Blocks by cache group that requests get in this step and that hold nothing of theirs yet: all but prefix hits."""
+        fresh: list[list[int]] = [[] for _ in self._groups]
+        for new in plan.new:
+            for blocks, its in zip(fresh, new.block_ids, strict=True):
+                blocks += its[new.num_computed_tokens // self._limits.block_size :]
+        for row in plan.scheduled:
+            for blocks, its in zip(fresh, row.new_block_ids or (), strict=False):
+                blocks += its
+        return fresh
+
+    def _poison(self, blocks: Sequence[Sequence[int]]) -> None:
+        for served, ids in zip(self._groups, blocks, strict=True):
+            if ids:
+                at = torch.tensor(ids, dtype=torch.int64, device=self._device)
+                poison_blocks(served.group, served.backend.layout, self._caches, at)
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         for index, served in enumerate(self._groups):
@@ -238,16 +283,44 @@ class ModelRunner(Worker):
         if len(places) != len(inputs.requests):
             positions = positions.index_select(0, torch.tensor(places, dtype=torch.int64, device=self._device))
         history = History(self._batch.token_ids, plan.slots, positions, plan.num_prompt_tokens)
-        drawn = sample(logits, plan.batch, history, self._pool, overwrite=not plan.batch.logprob_rows)
+        num_failed = len(self._processors.failures)
+        drawn = sample(
+            logits,
+            plan.batch,
+            history,
+            self._pool,
+            overwrite=not plan.batch.logprob_rows,
+            process=self._processing(plan, positions),
+        )
+        if len(self._processors.failures) != num_failed:
+            self._sampling = None  # whoever failed is not processed again
         self._batch.write(plan.slots, positions, drawn.token_ids)
         token_ids, faults = torch.stack((drawn.token_ids, drawn.faults)).tolist()
         for place, token_id, error in zip(places, token_ids, describe_faults(faults), strict=True):
             if error is None:
                 results[place].token_ids.append(token_id)
             else:
-                results[place].error = error
+                results[place].error = self._explained(error, results[place].request_id)
         if plan.batch.logprob_rows:
+            if self._processed_logprobs:
+                logits = processed_logits(logits, drawn.edited, plan.batch)
             self._describe_drawn(logits, drawn.token_ids, plan.batch, places, results)
+
+    def _processing(self, plan: _SamplingPlan, positions: Tensor) -> Callable[[Tensor], Tensor] | None:
+        if not plan.processed:
+            return None
+        return lambda edited: self._processors.apply(edited, plan.processed, self._batch.token_ids, positions)
+
+    def _explained(self, fault: str, request_id: int) -> str:
+        """A sampling fault, with the processors that may be behind it."""
+        names = self._processors.names(request_id) if fault == FAULTS[NOTHING_LEFT] else ""
+        return f"no token can be drawn: {names} left no logit, or one that is not a number" if names else fault
+
+    def _end_failed(self, results: list[RowResult]) -> None:
+        for result in results:
+            fault = self._processors.failures.get(result.request_id)
+            if fault is not None:
+                result.error, result.token_ids, result.logprobs = fault, [], None
 
     def _sampling_plan(self, requests: Sequence[BatchRequest], masks: Mapping[int, Tensor]) -> _SamplingPlan:
         key = [request.request_id for request in requests]
@@ -256,12 +329,12 @@ class ModelRunner(Worker):
         at_place = {place: masks[request_id] for place, request_id in enumerate(key) if request_id in masks}
         rows = [self._rows[request_id] for request_id in key]
         slots = torch.tensor([request.slot for request in requests], dtype=torch.int64, device=self._device)
-        plan = _SamplingPlan(
-            key,
-            build_batch(rows, at_place, self._limits.logits_width, self._device),
-            slots,
-            self._batch.num_prompt_tokens.index_select(0, slots),
-        )
+        batch = build_batch(rows, at_place, self._limits.logits_width, self._device)
+        num_prompt_tokens = self._batch.num_prompt_tokens.index_select(0, slots)
+        processed: tuple[ProcessedRows, ...] = ()
+        if self._processors and batch.edits is not None:
+            processed = self._processors.group(key, batch.edits.places, slots, num_prompt_tokens)
+        plan = _SamplingPlan(key, batch, slots, num_prompt_tokens, processed)
         self._sampling = None if masks else plan
         return plan
 

@@ -3,9 +3,10 @@
 Order of processing, in float32 whatever the model's dtype:
   logits -> allowed tokens and grammar mask -> bad words -> tokens masked until min_tokens (all end-of-sequence and stop
   ids), by ignore_eos, or by a logit_bias of -100 -> logit_bias (added; 100 also excludes all other tokens) ->
-  repetition, frequency and presence penalties -> temperature -> min_p -> top_k -> top_p -> draw.
-Greedy rows (temperature below 1e-5, or top_k 1) take the largest logit after the penalties, the lowest id among equal
-ones. Reported log-probabilities are the raw model's, before all of this.
+  repetition, frequency and presence penalties -> logits processors -> temperature -> min_p -> top_k -> top_p -> draw.
+Greedy rows (temperature below 1e-5, or top_k 1) take the largest logit after all edits, the lowest id among equal
+ones. Reported log-probabilities are the raw model's, before all of this, unless the operator wants them after it
+(processed.py).
 
 Rows are grouped by what they ask for, and a row pays only for its own features; every operation works within a row, so
 batch mates cannot change a result, not even in the last bit. A row whose logits are NaN is reported and harms no other.
@@ -13,7 +14,7 @@ batch mates cannot change a result, not even in the last bit. A row whose logits
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,22 +32,31 @@ FAULTS = (
     "the model's logits are not finite (NaN or infinity)",
     "no token can be drawn: allowed_token_ids, bad_words, logit_bias, min_tokens and ignore_eos together exclude all",
 )
-_NOT_FINITE, _NOTHING_LEFT = 1, 2
+NOT_FINITE, NOTHING_LEFT = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """token_ids: int64 [S], always valid ids. faults: int64 [S], an index of FAULTS; 0 is no fault."""
+    """token_ids: int64 [S], always valid ids. faults: int64 [S], an index of FAULTS; 0 is no fault. edited: float32 [E, V],
+    the rows `batch.edits.rows` as they were drawn from; None when no row is edited."""
 
     token_ids: Tensor
     faults: Tensor
+    edited: Tensor | None = None
 
 
 def sample(
-    logits: Tensor, batch: SamplingBatch, history: History, pool: PenaltyPool, *, overwrite: bool = False
+    logits: Tensor,
+    batch: SamplingBatch,
+    history: History,
+    pool: PenaltyPool,
+    *,
+    overwrite: bool = False,
+    process: Callable[[Tensor], Tensor] | None = None,
 ) -> Drawn:
     """logits: float32 [S, V], kept as they are unless `overwrite` allows edits in place (a copy less when every row is
-    edited). Updates the counts that penalties need with the drawn tokens."""
+    edited). process: the logits processors' work on the edited rows [E, V]. Updates the counts that penalties need with the
+    drawn tokens."""
     best, token_ids = row_max(logits)
     faults = torch.ne(best - best, 0.0).to(torch.int64)  # infinity minus itself is NaN, which equals nothing
     edited, edited_best = logits, best
@@ -54,9 +64,11 @@ def sample(
         in_place = overwrite and len(batch.edits.rows) == len(logits)
         edited = logits if in_place else logits.index_select(0, batch.edits.rows)
         apply_edits(edited, batch.edits, history, pool)
+        if process is not None:
+            edited = process(edited)
         edited_best, edited_ids = row_max(edited)
         token_ids = token_ids.index_copy(0, batch.edits.rows, edited_ids)
-        nothing_left = torch.where(edited_best == float("-inf"), _NOTHING_LEFT, 0)
+        nothing_left = torch.where(torch.ne(edited_best - edited_best, 0.0), NOTHING_LEFT, 0)
         before = faults.index_select(0, batch.edits.rows)
         faults = faults.index_copy(0, batch.edits.rows, torch.where(before > 0, before, nothing_left))
     for group in batch.groups:
@@ -65,7 +77,7 @@ def sample(
     if batch.edits is not None and batch.edits.penalties is not None:
         at, pool_rows = batch.edits.penalties
         pool.record(pool_rows, token_ids.index_select(0, batch.edits.rows.index_select(0, at)))
-    return Drawn(token_ids, faults)
+    return Drawn(token_ids, faults, None if batch.edits is None else edited)
 
 
 def _draw(logits: Tensor, best: Tensor, group: DrawGroup, positions: Tensor) -> Tensor:

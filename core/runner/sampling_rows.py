@@ -25,7 +25,7 @@ class SamplingRow:
     greedy: take the best token; temperature 0 and top_k 1 are the same thing. top_k: the width of the logits when off.
     until: (token id, n): the token cannot be drawn while the request has fewer than n output tokens.
     words: bad words of two and more tokens. forced: ids with a bias of 100. allowed: bool [V] or None.
-    penalty_row: the request's row in the PenaltyPool, or None.
+    penalty_row: the request's row in the PenaltyPool, or None. processed: whether a logits processor serves it.
     """
 
     greedy: bool
@@ -41,6 +41,7 @@ class SamplingRow:
     allowed: Tensor | None
     penalty_row: int | None
     logprobs: int | None
+    processed: bool = False
 
     @property
     def edited(self) -> bool:
@@ -52,6 +53,7 @@ class SamplingRow:
             or self.forced
             or self.allowed is not None
             or self.penalty_row is not None
+            or self.processed
         )
 
     @property
@@ -61,7 +63,13 @@ class SamplingRow:
 
 
 def resolve_row(
-    params: SamplingParams, request_id: int, logits_width: int, device: str, penalty_row: int | None
+    params: SamplingParams,
+    request_id: int,
+    logits_width: int,
+    device: str,
+    penalty_row: int | None,
+    *,
+    processed: bool = False,
 ) -> SamplingRow:
     """Works out a request's row. `ignore_eos` masks every end-of-sequence token, except one that is also a stop token
     id."""
@@ -91,6 +99,7 @@ def resolve_row(
         allowed=allowed,
         penalty_row=penalty_row,
         logprobs=params.logprobs,
+        processed=processed,
     )
 
 
@@ -98,9 +107,10 @@ def resolve_row(
 class Edits:
     """Changes to the logits of E rows. Tensors named `*_at` are int64 indices into those E rows; None: nobody asked.
 
-    rows: int64 [E], the places of the edited rows among the S sampling rows.
+    rows: int64 [E], the places of the edited rows among the S sampling rows; places: the same on the host.
     """
 
+    places: tuple[int, ...]
     rows: Tensor
     allowed: tuple[Tensor, Tensor] | None  # at [A], bool [A, V]
     until: tuple[Tensor, Tensor, Tensor] | None  # at, token ids, thresholds; all [U]
@@ -239,6 +249,7 @@ def _edits(
         if row.penalty_row is not None:
             penalised.append((at, row.penalty_row))
     return Edits(
+        places=tuple(places),
         rows=build.ints(places),
         allowed=build.masks(allowed),
         until=build.triples(until, torch.int64),

@@ -26,7 +26,7 @@ def check_request(request: Request, limits: SchedulingLimits, window: int, num_w
     if limits.max_num_queued_reqs is not None and num_waiting >= limits.max_num_queued_reqs:
         raise RequestError(
             f"{num_waiting} requests are waiting, which is the limit (max_num_queued_reqs); try again later",
-            code="rate_limit_exceeded",
+            code="queue_full",
             status=429,
         )
 

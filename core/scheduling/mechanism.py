@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..clock import Clock, SystemClock
 from ..contracts.plan import RowResult, ScheduledRequest, StepResult
 from ..contracts.policy import Policy
 from ..contracts.scheduler import PoolView, RequestUpdate, SchedulingMechanism
@@ -25,17 +26,20 @@ if TYPE_CHECKING:
 class Mechanism(SchedulingMechanism):
     """Everything runs on one thread. Any number of steps may be in flight; results come in plan order.
 
-    Raises UsageError when the limits cannot serve what the window allows (see limits.check_limits).
+    clock: the engine's, on which arrivals are told; the host's when not given. Raises UsageError when the limits cannot
+    serve what the window allows (see limits.check_limits).
     """
 
-    def __init__(self, limits: SchedulingLimits, kv: KVCacheManager, policy: Policy) -> None:
+    def __init__(
+        self, limits: SchedulingLimits, kv: KVCacheManager, policy: Policy, clock: Clock | None = None
+    ) -> None:
         self.limits = limits
         self.window = effective_window(limits.max_model_len, kv.pool.num_blocks, kv.block_size)
         check_limits(limits, self.window)
         if not limits.chunkable:
             kv.enable_prefix_caching = False  # a token's KV depends on what follows it: no prefix can be reused
         self.kv = kv
-        self._state = SchedulingState(limits, kv, policy)
+        self._state = SchedulingState(limits, kv, policy, clock or SystemClock())
         self._builder: StepPlanBuilder | None = None
 
     # What a scheduler plugin sees.
@@ -58,8 +62,9 @@ class Mechanism(SchedulingMechanism):
         request = self._state.requests.get(request_id)
         if request is None or request.status is not Status.WAITING:
             raise PlanError(f"request {request_id} is not waiting, it cannot be refused")
-        self._state.finish(request)
-        self._state.pending_updates.append(_final_update(request, "error", error=reason, status=status))
+        update = _final_update(request, "error", error=reason, status=status, code="shed")
+        self._state.finish(request, "error")
+        self._state.pending_updates.append(update)
 
     def update(self, result: StepResult) -> list[RequestUpdate]:
         state = self._state
@@ -74,7 +79,7 @@ class Mechanism(SchedulingMechanism):
             if update is not None:
                 updates.append(update)
                 if update.finish_reason is not None:
-                    state.finish(request)
+                    state.finish(request, update.finish_reason)
                     continue
             if request.preempt_pending and request.num_in_flight_steps == 0:
                 state.preempt(request)
@@ -92,6 +97,8 @@ class Mechanism(SchedulingMechanism):
         if request.request_id in state.requests:
             raise RequestError(f"request id {request.request_id} is in use", status=500)
         check_request(request, self.limits, self.window, self.num_waiting)
+        request.client_priority = request.priority
+        request.priority = request.client_priority if self.policy.uses_priority else 0
         prepare_request(request, self.window)
         request.num_cached_prompt_tokens = self.kv.hint(request)
         state.requests[request.request_id] = request
@@ -122,7 +129,7 @@ class Mechanism(SchedulingMechanism):
         if request.status is Status.WAITING:
             self.policy.remove(request_id)
         update = _final_update(request, "abort")
-        state.finish(request)
+        state.finish(request, "abort")
         state.pending_updates.append(update)
 
     def take_updates(self) -> list[RequestUpdate]:
@@ -138,13 +145,47 @@ class Mechanism(SchedulingMechanism):
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
-        """Swaps the policy while serving: those that wait are pushed into the new one. The scheduler's own reference is
-        the caller's.
+        """Swaps the policy between two steps: those that wait are pushed into the new one, by arrival; those that run go
+        on. The scheduler's own reference is the caller's. Whatever the new policy raises comes through, and then nothing
+        has changed. Raises PlanError for a policy that is in use, or that loses what it is given.
         """
-        waiting = list(self._state.policy.waiting())
-        self._state.policy = policy
-        for view in waiting:
-            policy.push(view)
+        if self._builder is not None and not self._builder.built:
+            raise PlanError("a policy cannot be swapped while a plan is being built")
+        state = self._state
+        if len(policy):
+            raise PlanError(f"policy {type(policy).__name__} holds {len(policy)} requests before it was given any")
+        waiting = [request for request in state.requests.values() if request.status is Status.WAITING]
+        try:
+            state.set_priorities(policy)
+            for request in sorted(waiting, key=lambda r: (r.arrival_time, r.request_id)):
+                policy.push(request)
+            if len(policy) != len(waiting):
+                raise PlanError(
+                    f"policy {type(policy).__name__} holds {len(policy)} of the {len(waiting)} requests pushed into it"
+                )
+        except BaseException:
+            state.set_priorities(state.policy)
+            raise
+        state.policy = policy
+
+    def next_waiting(self) -> Request | None:
+        """The waiting request that arrived first, whatever the policy says. O(requests)."""
+        waiting = (request for request in self._state.requests.values() if request.status is Status.WAITING)
+        return min(waiting, key=lambda request: (request.arrival_time, request.request_id), default=None)
+
+    def collect_ended(self) -> None:
+        """From now on `take_ended` has something to give."""
+        self._state.ended = []
+
+    def take_ended(self) -> list[Request]:
+        """Requests that ended since the last call, in that order; none unless they are collected."""
+        ended, self._state.ended = self._state.ended or [], None if self._state.ended is None else []
+        return ended
+
+    @property
+    def num_runnable(self) -> int:
+        """Requests that run, or wait for nothing but their turn."""
+        return len(self._state.running) + self._state.num_queued
 
     @property
     def num_running(self) -> int:
@@ -236,6 +277,9 @@ class Mechanism(SchedulingMechanism):
             finish = "length"
         if computed >= (request.num_hashed_blocks + 1) * self.kv.block_size:
             self.kv.index_computed(request)
+        first_token = bool(tokens) and request.first_token_time is None
+        if first_token:
+            request.first_token_time = self._state.clock.now()
         prompt_logprobs = None
         if request.prompt_logprobs_pending:
             store_prompt_logprobs(request, row.prompt_logprobs)
@@ -244,7 +288,7 @@ class Mechanism(SchedulingMechanism):
             return None
         if tokens and self._state.on_tokens is not None:
             self._state.on_tokens(request, len(tokens))
-        return RequestUpdate(
+        update = RequestUpdate(
             request.request_id,
             tokens,
             finish,
@@ -253,9 +297,22 @@ class Mechanism(SchedulingMechanism):
             prompt_logprobs,
             request.num_cached_prompt_tokens,
         )
+        if first_token:
+            _add_times(update, request)
+        return update
 
 
-def _final_update(request: Request, reason: str, *, error: str | None = None, status: int = 500) -> RequestUpdate:
+def _add_times(update: RequestUpdate, request: Request) -> None:
+    """How long the request waited, and how long its first token took from there."""
+    started, first = request.first_scheduled_time, request.first_token_time
+    if started is not None and first is not None:
+        update.queue_seconds = max(0.0, started - request.arrival_time)
+        update.prefill_seconds = first - started
+
+
+def _final_update(
+    request: Request, reason: str, *, error: str | None = None, status: int = 500, code: str | None = None
+) -> RequestUpdate:
     """The last word about a request that ends without a token."""
     was_admitted = request.status is Status.RUNNING or request.num_preemptions > 0
     return RequestUpdate(
@@ -265,4 +322,5 @@ def _final_update(request: Request, reason: str, *, error: str | None = None, st
         num_cached_tokens=request.num_cached_prompt_tokens if was_admitted else 0,
         error=error,
         error_status=status,
+        error_code=code,
     )

@@ -115,6 +115,8 @@ class StepPlanBuilder(PlanBuilder):
         num_known = request.num_known_tokens
         self._kv.open_table(request, hits, num_cached + num_tokens)
         self._state.start(request)
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = self._state.clock.now()
         self.budget.num_requests -= 1
         request.num_computed_tokens = request.num_scheduled_tokens = num_cached
         if request.num_preemptions == 0:
@@ -230,11 +232,11 @@ class StepPlanBuilder(PlanBuilder):
         request = state.running.requests[0]
         if request.request_id not in self._shortages or self.preemption_candidates(request):
             return
-        state.finish(request)
         update = RequestUpdate(request.request_id, [], "length", num_cached_tokens=request.num_cached_prompt_tokens)
         if not request.output_token_ids:
             update.finish_reason = "error"
             update.error = f"the KV cache of {self._kv.pool.num_blocks} blocks cannot hold this request"
+        state.finish(request, update.finish_reason or "")
         state.pending_updates.append(update)
 
     def _place(

@@ -15,7 +15,7 @@ def service_key(request: Request) -> ServiceKey:
 
 
 class RunningSet:
-    """A sorted list. The key of a request must not change while it runs."""
+    """A sorted list. The key of a request must not change while it runs, unless `resort` follows at once."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -35,6 +35,11 @@ class RunningSet:
         place = self.position(request)
         del self._keys[place]
         del self.requests[place]
+
+    def resort(self) -> None:
+        """After priorities were changed, between two steps: order as the keys are now."""
+        self.requests.sort(key=service_key)
+        self._keys = [service_key(request) for request in self.requests]
 
     def position(self, request: Request) -> int:
         """Its place in service order. Raises ValueError when the request does not run."""

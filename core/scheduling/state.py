@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..clock import Clock
 from ..contracts.plan import ScheduledRequest
 from ..contracts.policy import Policy, RequestView
 from ..contracts.scheduler import RequestUpdate
@@ -36,9 +37,10 @@ class InFlightStep:
 class SchedulingState:
     """Shared by the mechanism and its plan builder; nobody else sees it."""
 
-    def __init__(self, limits: SchedulingLimits, kv: KVCacheManager, policy: Policy) -> None:
+    def __init__(self, limits: SchedulingLimits, kv: KVCacheManager, policy: Policy, clock: Clock) -> None:
         self.limits = limits
         self.kv = kv
+        self.clock = clock
         self.requests: dict[int, Request] = {}  # every unfinished request
         self.running = RunningSet()
         self.num_queued = 0  # in the policy
@@ -49,6 +51,7 @@ class SchedulingState:
         self.next_step_id = 0
         self.pending_removals: list[int] = []
         self.pending_updates: list[RequestUpdate] = []
+        self.ended: list[Request] | None = None  # those that ended, for observers; None when there are none
         self.num_preemptions = 0
         self.prefix_queries = 0  # tokens
         self.prefix_hits = 0  # tokens
@@ -69,6 +72,12 @@ class SchedulingState:
             policy.on_scheduled if kind.on_scheduled is not Policy.on_scheduled else None
         )
         self.on_tokens: TokenCallback | None = policy.on_tokens if kind.on_tokens is not Policy.on_tokens else None
+
+    def set_priorities(self, policy: Policy) -> None:
+        """Every request's priority as this policy sees it: the client's, or 0 where priorities are not used."""
+        for request in self.requests.values():
+            request.priority = request.client_priority if policy.uses_priority else 0
+        self.running.resort()
 
     def enqueue(self, request: Request) -> None:
         """Into the policy's queue: new, released, or preempted."""
@@ -120,7 +129,7 @@ class SchedulingState:
         self.num_preemptions += 1
         self.enqueue(request)
 
-    def finish(self, request: Request) -> None:
+    def finish(self, request: Request, reason: str) -> None:
         """Ends a request in any state; its queue entry, if it waits, is removed by the caller. Steps that still hold it
         are confirmed without it.
         """
@@ -130,7 +139,10 @@ class SchedulingState:
             self.leave_queue(request)
         request.status = Status.FINISHED
         request.finish_pending = None
+        request.finish_reason = reason
         del self.requests[request.request_id]
+        if self.ended is not None:
+            self.ended.append(request)
         self.policy.on_finish(request)
 
     def protected(self) -> Request | None:

@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
+
+import msgspec
+from pydantic import BaseModel
 
 from ..clock import SystemClock
 from ..contracts.plan import PositionLogprobs
 from ..contracts.scheduler import RequestUpdate
+from ..contracts.tool_parser import ToolParser
 from ..engine.delta_stream import DeltaStream
 from ..engine.input_processor import InputLimits, InputProcessor
 from ..engine.output_processor import OutputProcessor, RequestState
+from ..engine.request_processors import RequestProcessors
+from ..engine.tool_parsing import GuardedToolParser
 from ..engine.wire import EngineInfo, EngineRequest, EngineStats
-from ..errors import EngineDeadError, RequestError
+from ..errors import EngineDeadError, HotswapError, RequestError
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
 from ..text.chat_template import ChatTemplate
@@ -60,7 +66,13 @@ class FakeEngine:
         chat_template: str | None = CHAT_TEMPLATE,
         max_tokens_ceiling: int | None = None,
         add_bos: bool = False,
+        tool_parser: ToolParser | None = None,
+        uses_priority: bool = False,
+        logits_processors: Mapping[str, type[BaseModel]] | None = None,
     ) -> None:
+        """uses_priority: as under a policy that serves by priority. logits_processors: those that requests may name, with
+        the model of their arguments; they are checked, and change nothing."""
+        self.tool_parser = None if tool_parser is None else GuardedToolParser(tool_parser, type(tool_parser).__name__)
         tokenizer = byte_tokenizer(add_bos=add_bos)
         self.tokenizer: Tokenizer | None = tokenizer
         self.chat_template: ChatTemplate | None = None
@@ -83,6 +95,7 @@ class FakeEngine:
             max_num_seqs=64,
             max_num_batched_tokens=256,
             device="cpu",
+            uses_priority=uses_priority,
         )
         self.stats = EngineStats()
         self.state: str = "ready"
@@ -93,10 +106,16 @@ class FakeEngine:
         self.aborted: list[int] = []
         self.finished: list[int] = []
         self.requests: list[EngineRequest] = []
+        self.calls: list[tuple[str, dict[str, Any]]] = []
         self._script = script or (lambda prompt, choice: prompt[::-1])
         self._step_seconds = step_seconds
         self._inputs = InputProcessor(
-            self.info, tokenizer, (EOS_ID,), SystemClock(), InputLimits(max_tokens_ceiling=max_tokens_ceiling)
+            self.info,
+            tokenizer,
+            (EOS_ID,),
+            SystemClock(),
+            InputLimits(max_tokens_ceiling=max_tokens_ceiling),
+            processors=RequestProcessors(logits_processors),
         )
         self._outputs = OutputProcessor(tokenizer)
         self._cached: set[tuple[str | None, tuple[int, ...]]] = set()
@@ -121,6 +140,22 @@ class FakeEngine:
         self.state = "dead"
         for stream in self._streams.values():
             stream.fail(EngineDeadError(cause))
+
+    async def call(self, method: str, **arguments: Any) -> Any:
+        """As EngineClient.call, for a plugin world with the policies fcfs and priority. `calls` holds what was asked."""
+        self.calls.append((method, arguments))
+        if method == "stats":
+            return msgspec.to_builtins(self.stats)
+        if method == "inventory":
+            return self.info.inventory
+        if method == "reset_prefix_cache":
+            self._cached.clear()
+            return True
+        if method == "set_policy" and arguments["name"] in ("fcfs", "priority"):
+            self.info.uses_priority = arguments["name"] == "priority"
+            victim = "lowest_priority" if self.info.uses_priority else "newest"
+            return {"policy": arguments["name"], "distribution": "hotswap", "version": "0", "victim": victim}
+        raise HotswapError(f"there is no {arguments.get('name', method)!r}")
 
     async def drain(self, timeout: float) -> bool:
         self.state = "draining"

@@ -51,7 +51,7 @@ def fake_request(
     arrival_time: float | None = None,
     priority: int = 0,
     cache_salt: str | None = None,
-    adapter_id: int = 0,
+    adapter_key: str = "",
     user: str = "",
     **sampling: Any,
 ) -> Request:
@@ -66,7 +66,7 @@ def fake_request(
         priority=priority,
         user=user,
         cache_salt=cache_salt,
-        adapter_id=adapter_id,
+        adapter_key=adapter_key,
     )
 
 

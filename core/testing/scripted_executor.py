@@ -227,7 +227,7 @@ class ScriptedExecutor(Executor):
 
     def _lineage(self, request_id: int) -> bytes:
         request = self._requests.get(request_id)
-        return repr((request.adapter_id, request.cache_salt) if request is not None else (0, None)).encode()
+        return repr((request.adapter_key, request.cache_salt) if request is not None else ("", None)).encode()
 
 
 def prompt_logprob(tokens: Sequence[int], position: int) -> PositionLogprobs:

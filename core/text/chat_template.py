@@ -108,12 +108,15 @@ class ChatTemplate:
         self._environment = make_environment(now)
         try:
             self._template = self._environment.from_string(source)
-            names = jinja2.meta.find_undeclared_variables(self._environment.parse(source))
+            tree = self._environment.parse(source)
+            names = jinja2.meta.find_undeclared_variables(tree)
         except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
             raise TemplateError(
                 f"the chat template does not compile: {_reason(error)}", param="chat_template"
             ) from error
         self.argument_names: frozenset[str] = frozenset(names) - RESERVED - frozenset(self._named)
+        # Whether it reads `tools`, and so can tell the model of them.
+        self.uses_tools = any(node.name == "tools" and node.ctx == "load" for node in tree.find_all(jinja2.nodes.Name))
 
     @classmethod
     def for_tokenizer(cls, source: str, tokenizer: Tokenizer) -> ChatTemplate:
@@ -143,6 +146,7 @@ class ChatTemplate:
         template_kwargs: only names that the template uses pass, and none that has a meaning of its own here.
         request_template: a template that came with the request. Refused unless the operator trusts such templates; then
             it is rendered in a process of its own, with a deadline.
+        tools: as `check_tools` gives them; see `need_tools`.
         allow_special: leave special-token strings in users' text for the tokenizer to read as tokens.
         Raises RequestError, TemplateError among them.
         """
@@ -175,6 +179,15 @@ class ChatTemplate:
     def complete(self, chat: list[dict[str, Any]], arguments: Mapping[str, Any], kwargs: Mapping[str, Any]) -> str:
         """The text for a conversation that `render` has prepared. Only for `render` and its worker process."""
         return self._render(self._shape(chat), {**arguments, **self.filter_kwargs(kwargs)})
+
+    def need_tools(self) -> None:
+        """Raises TemplateError when the template does not read `tools`: the model would not be told of them."""
+        if not self.uses_tools:
+            raise TemplateError(
+                "this model's chat template does not use tools, so the model would not see them: leave them out, or "
+                "give a chat template that uses them (--chat-template)",
+                param="tools",
+            )
 
     def filter_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Those of `kwargs` that the template reads and that are its own to read."""

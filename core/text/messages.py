@@ -18,7 +18,8 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
 
     content: a string or a list of text parts becomes one string, parts joined without a separator: equal text, equal
         prompt. null becomes "" and is allowed only in an assistant's message with tool calls.
-    arguments of a tool call: a JSON string becomes the object it spells; "" means no arguments.
+    tool_calls: only in an assistant's message; an empty list is as if it were missing. Arguments: a JSON string becomes
+        the object it spells; "" means no arguments.
     Fields that are null are dropped: templates handle a missing field, not all handle null.
     Raises RequestError naming the field.
     """
@@ -39,6 +40,12 @@ def _normalize_message(message: Mapping[str, Any], where: str) -> dict[str, Any]
     calls = result.get("tool_calls")
     if calls is not None:
         result["tool_calls"] = _normalize_tool_calls(calls, f"{where}.tool_calls")
+        if not calls:
+            del result["tool_calls"]
+        elif role != "assistant":
+            raise RequestError(f"{where}.tool_calls: only the assistant makes tool calls", param=f"{where}.tool_calls")
+    if not isinstance(result.get("tool_call_id", ""), str):
+        raise RequestError(f"{where}.tool_call_id must be a string", param=f"{where}.tool_call_id")
     if "content" in result:
         result["content"] = _join_content(result["content"], f"{where}.content")
     elif role == "assistant" and calls:
@@ -80,8 +87,16 @@ def _normalize_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestError(f"{where}[{n}].function must be an object with a name", param=f"{where}[{n}].function")
+        if not isinstance(call.get("id", ""), str | None):
+            raise RequestError(f"{where}[{n}].id must be a string", param=f"{where}[{n}].id")
+        if call.get("type") not in (None, "function"):
+            raise RequestError(f"{where}[{n}].type must be function", param=f"{where}[{n}].type")
         function["arguments"] = _parse_arguments(function.get("arguments", ""), f"{where}[{n}].function.arguments")
     return calls
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _parse_arguments(arguments: Any, where: str) -> dict[str, Any]:
@@ -89,7 +104,7 @@ def _parse_arguments(arguments: Any, where: str) -> dict[str, Any]:
         if arguments == "":
             return {}
         try:
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
             raise RequestError(f"{where} must be an object or a string that spells one in JSON", param=where) from None
     if not isinstance(arguments, dict):

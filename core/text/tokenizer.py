@@ -149,7 +149,7 @@ class Tokenizer:
         Raises RequestError for a text that is not valid Unicode (a lone surrogate).
         """
         _check_unicode(text)
-        ids: list[int] = self._backend_for(text, allow_special).encode(text, add_special_tokens=False).ids
+        ids = _encode(self._backend_for(text, allow_special), text)
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def encode_batch(
@@ -163,7 +163,7 @@ class Tokenizer:
             backend = self._backend_for(text, allow_special)
             if backend is not self._parsing:  # the plain backend is right for every text
                 break
-        encodings = backend.encode_batch(list(texts), add_special_tokens=False)
+        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
         if add_special_tokens:
             return [[*self._prefix, *encoding.ids, *self._suffix] for encoding in encodings]
         return [encoding.ids for encoding in encodings]
@@ -178,7 +178,7 @@ class Tokenizer:
         if GUARD_START in text or GUARD_END in text or not self._specials_are_literal:
             ids = self._guarded_twin().encode(text)
         else:
-            ids = self._parsing.encode(text, add_special_tokens=False).ids
+            ids = _encode(self._parsing, text)
         if self.add_bos:
             bos = self._prefix[0]
             count = 0
@@ -258,7 +258,7 @@ class _GuardedTwin:
             written.append(token_id)
             return self._slots[lstrip, rstrip]
 
-        ids = self._backend.encode(self._pieces.sub(replace, guarded), add_special_tokens=False).ids
+        ids = _encode(self._backend, self._pieces.sub(replace, guarded))
         specials = iter(written)
         return [next(specials) if i in self._slot_ids else i for i in ids]
 
@@ -266,6 +266,12 @@ class _GuardedTwin:
 def special_pattern(contents: Sequence[str]) -> str:
     """A regular expression for any of the strings, the longest first; one that never matches for none."""
     return "|".join(re.escape(content) for content in sorted(contents, key=len, reverse=True)) or "(?!)"
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+    """Without the offsets, which cost as much again and are put together under the GIL."""
+    ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
 
 
 def _check_unicode(text: str) -> None:

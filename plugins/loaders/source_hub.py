@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
-from hotswap.core.contracts.source import ModelLoadError, Report, Source, UsageError
+from hotswap.core.contracts.source import CachedModel, ModelLoadError, Report, Source, UsageError
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
@@ -42,8 +44,16 @@ class HubSource(Source):
         chosen = _choose(model, files, file, self._metadata)
         if report is not None:
             report(f"downloading {model}", 0, 0)
-        folder = self._snapshot(model, repository, revision, patterns=chosen, local_only=False)
+        folder = self._snapshot(model, repository, revision, patterns=chosen, local_only=False, report=report)
         return folder / chosen[0] if file else folder
+
+    def cached(self, cache_dir: Path) -> Sequence[CachedModel]:
+        """What is in the hub's cache, whoever put it there."""
+        from huggingface_hub import constants
+
+        from .hub_cache import cached_models
+
+        return cached_models(self._hub_cache or Path(constants.HF_HUB_CACHE))
 
     def _list_files(self, repository: str, revision: str | None) -> list[str] | None:
         """The repository's files, or None when the hub cannot be reached."""
@@ -80,7 +90,14 @@ class HubSource(Source):
         return folder / _choose(model, present, file)[0]
 
     def _snapshot(
-        self, model: str, repository: str, revision: str | None, *, patterns: list[str] | None, local_only: bool
+        self,
+        model: str,
+        repository: str,
+        revision: str | None,
+        *,
+        patterns: list[str] | None,
+        local_only: bool,
+        report: Report | None = None,
     ) -> Path:
         import httpx
         from huggingface_hub import snapshot_download
@@ -93,6 +110,7 @@ class HubSource(Source):
                 cache_dir=self._hub_cache,
                 allow_patterns=patterns,
                 local_files_only=local_only,
+                **({} if report is None else {"tqdm_class": _reporting(report, f"downloading {model}")}),
             )
         except LocalEntryNotFoundError:
             raise ModelLoadError(
@@ -102,6 +120,23 @@ class HubSource(Source):
         except (HfHubHTTPError, ConnectionError, httpx.HTTPError, OSError) as error:
             raise ModelLoadError(f"{model}: the download failed: {_first_line(error)}") from error
         return Path(folder)
+
+
+def _reporting(report: Report, what: str) -> type[Any]:
+    """A progress bar of the hub's library that draws nothing and reports bytes."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    class Reporting(tqdm):  # type: ignore[misc]  # it comes without types
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            settings.pop("name", None)  # a word of the hub's own subclass
+            super().__init__(*args, **{**settings, "file": io.StringIO()})
+
+        def display(self, *args: Any, **settings: Any) -> bool:
+            if self.unit == "B":
+                report(what, int(self.n), int(self.total or 0))
+            return True
+
+    return Reporting
 
 
 def _choose(model: str, files: list[str], file: str, metadata: Sequence[str] = _METADATA) -> list[str]:

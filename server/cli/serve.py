@@ -12,15 +12,18 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import SecretStr
 
+from hotswap.core import logs
+from hotswap.core.compatibility import refuse_incompatible
 from hotswap.core.config import EngineConfig, ServerConfig
 from hotswap.core.errors import UsageError
 
 from ..listening import bind, is_loopback, url_of
 from .flags import add_flags
+from .known_flags import add_known_flags
 from .progress import ProgressLine
 from .settings import add_config_flag, read_settings
 
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from ..state import ServerState
 
 API_KEY_VARIABLE = "HOTSWAP_API_KEY"
+ADMIN_KEY_VARIABLE = "HOTSWAP_ADMIN_KEY"
 log = logging.getLogger("hotswap.server")
 
 
@@ -38,6 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_config_flag(parser)
     add_flags(parser, EngineConfig)
     add_flags(parser, ServerConfig)
+    add_known_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,8 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
     settings = read_settings(arguments, EngineConfig, ServerConfig)
     engine_config = settings.build(EngineConfig)
     config = with_key_from_environment(settings.build(ServerConfig))
-    configure_server_logging(engine_config.log_level)
+    logs.configure(engine_config.log_level, engine_config.log_format)
     check_exposure(config)
+    refuse_incompatible(engine_config)  # before a port is taken and a process started
     listener = bind(config.host, config.port)
     progress = ProgressLine()
     # The engine's start comes before the import of the HTTP side: the two then happen side by side.
@@ -81,9 +87,14 @@ def launch_engine(
 
 
 def with_key_from_environment(config: ServerConfig) -> ServerConfig:
-    """HOTSWAP_API_KEY is one more key: unlike a flag, it is not seen in the list of processes."""
-    key = os.environ.get(API_KEY_VARIABLE)
-    return config.model_copy(update={"api_key": [*config.api_key, SecretStr(key)]}) if key else config
+    """HOTSWAP_API_KEY is one more key, HOTSWAP_ADMIN_KEY the admin key unless a flag gives it: unlike a flag, a variable
+    is not seen in the list of processes."""
+    update: dict[str, Any] = {}
+    if key := os.environ.get(API_KEY_VARIABLE):
+        update["api_key"] = [*config.api_key, SecretStr(key)]
+    if config.admin_key is None and (key := os.environ.get(ADMIN_KEY_VARIABLE)):
+        update["admin_key"] = SecretStr(key)
+    return config.model_copy(update=update) if update else config
 
 
 def check_exposure(config: ServerConfig) -> None:
@@ -96,23 +107,6 @@ def check_exposure(config: ServerConfig) -> None:
     if config.strict_auth:
         raise UsageError(f"{danger}; {remedy}")
     print(f"hotswap: WARNING: {danger}; {remedy}", file=sys.stderr, flush=True)
-
-
-class _OneLine(logging.Formatter):
-    """A record is one line, whatever text it carries: nobody can forge a second one."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = super().format(record)
-        if record.exc_info:
-            return line
-        return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)
-
-
-def configure_server_logging(level: str) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
-    logging.getLogger("asyncio").setLevel(logging.WARNING)
 
 
 def _ready_lines(url: str, state: ServerState, engine: StartableEngine, seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from .protocol import ChatRequest, check_response_format
 from .routes import Services, answer, check_streaming
 from .sampling import num_choices, requested_max_tokens, sampling_params
 from .streaming import ChunkWriter, encode_member, end_of_choice
+from .tools import ChoiceText, Piece, ToolUse, WholeText, tool_use
 
 _encode = msgspec.json.encode
 OBJECT = "chat.completion"
@@ -41,9 +43,10 @@ async def create_chat_completion(services: Services, http: Request) -> Response:
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         has_text=True,
     )
-    prompt = await encode_messages(services.state, engine, request)
+    use = tool_use(request, engine, auto_allowed=services.state.config.enable_auto_tool_choice)
+    prompt = await encode_messages(services.state, engine, request, use.shown)
     generation = services.generation(http, request, [prompt], params, model, "chatcmpl")
-    work = _Chat(generation, request)
+    work = _Chat(generation, request, use)
     return await answer(services, http, generation, request, work.frames, work.whole)
 
 
@@ -55,8 +58,6 @@ def _check(request: ChatRequest, max_logprobs: int) -> None:
             raise RequestError(f"top_logprobs must be between 0 and {max_logprobs}", param="top_logprobs")
     if requested_max_tokens(request) == 0:
         raise RequestError("max_tokens must be at least 1", param="max_tokens")
-    if request.tool_choice not in (None, "none"):
-        raise RequestError("tool_choice needs tools, which this version does not serve", param="tool_choice")
     check_response_format(request.response_format)
     check_streaming(request)
 
@@ -64,13 +65,38 @@ def _check(request: ChatRequest, max_logprobs: int) -> None:
 class _Chat:
     """One call's answer, whole or in chunks."""
 
-    def __init__(self, generation: Generation, request: ChatRequest) -> None:
+    def __init__(self, generation: Generation, request: ChatRequest, use: ToolUse) -> None:
         self._generation = generation
         self._request = request
         self._as_ids = request.return_tokens_as_token_ids is True
         self._with_ids = request.return_token_ids is True
         self._num_top = (request.top_logprobs or 0) if request.logprobs else None
         self._prefix = _last_assistant_text(request) if request.echo else ""
+        self._use = use
+
+    async def _pieces(self) -> AsyncGenerator[tuple[RequestOutput, list[Piece]], None]:
+        """(delta, what it adds to each of its choices), until every choice has ended. Closing it aborts what runs.
+
+        A choice may end before the engine is told (ChoiceText); what comes for it then is left out.
+        """
+        generation = self._generation
+        texts = {index: ChoiceText(self._use) for index in range(generation.params.n)}
+        async with aclosing(generation.deltas()) as deltas:
+            async for _, output in deltas:
+                output.outputs = [choice for choice in output.outputs if choice.index in texts]
+                try:
+                    pieces = [texts[choice.index].read(choice) for choice in output.outputs]
+                except RequestError:
+                    generation.closed_as = "error"
+                    raise
+                for choice, piece in zip(output.outputs, pieces, strict=True):
+                    if piece.finish_reason is not None:
+                        del texts[choice.index]
+                if not texts and not output.finished:
+                    generation.closed_as = "stop"
+                    yield output, pieces
+                    return
+                yield output, pieces
 
     # In chunks.
 
@@ -78,17 +104,18 @@ class _Chat:
         generation = self._generation
         writer = ChunkWriter(generation, CHUNK_OBJECT, self._request.stream_options)
         greeted = False
-        async for _, output in generation.deltas():
-            parts = []
-            if not greeted:
-                greeted = True
-                parts.extend(self._greetings(writer, output))
-            for choice in output.outputs:
-                payload = self._chunk(choice)
-                if payload is not None:
-                    parts.append(writer.choice(choice.index, payload))
-            if parts:
-                yield b"".join(parts)
+        async with aclosing(self._pieces()) as deltas:
+            async for output, pieces in deltas:
+                parts = []
+                if not greeted:
+                    greeted = True
+                    parts.extend(self._greetings(writer, output))
+                for choice, piece in zip(output.outputs, pieces, strict=True):
+                    payload = self._chunk(choice, piece)
+                    if payload is not None:
+                        parts.append(writer.choice(choice.index, payload))
+                if parts:
+                    yield b"".join(parts)
         yield writer.last()
 
     def _greetings(self, writer: ChunkWriter, output: RequestOutput) -> list[bytes]:
@@ -98,18 +125,25 @@ class _Chat:
         ids = encode_member(b"prompt_token_ids", output.prompt_token_ids) if self._with_ids else b""
         return [writer.choice(index, payload, ids if index == 0 else b"") for index in range(self._generation.params.n)]
 
-    def _chunk(self, choice: CompletionOutput) -> bytes | None:
+    def _chunk(self, choice: CompletionOutput, piece: Piece) -> bytes | None:
         """The choice's members; None when there is nothing to say (its text is held back)."""
-        text = choice.text
         has_logprobs = self._num_top is not None and bool(choice.logprobs)
-        if not text and choice.finish_reason is None and not has_logprobs and not (self._with_ids and choice.token_ids):
+        has_ids = self._with_ids and bool(choice.token_ids)
+        if not (piece.content or piece.calls or piece.finish_reason is not None or has_logprobs or has_ids):
             return None
-        delta = b'{"content":' + _encode(text) + b"}" if text or has_logprobs else b"{}"
+        delta = self._delta(piece, has_logprobs)
         parts = [b'"delta":', delta, b',"logprobs":', _encode(self._logprobs_of(choice)) if has_logprobs else b"null"]
-        parts.append(end_of_choice(choice.finish_reason, choice.stop_reason))
+        parts.append(end_of_choice(piece.finish_reason, piece.stop_reason))
         if self._with_ids:
             parts.append(encode_member(b"token_ids", choice.token_ids))
         return b"".join(parts)
+
+    @staticmethod
+    def _delta(piece: Piece, has_logprobs: bool) -> bytes:
+        if piece.calls:
+            calls = {"tool_calls": piece.calls}
+            return _encode({"content": piece.content, **calls} if piece.content else calls)
+        return b'{"content":' + _encode(piece.content) + b"}" if piece.content or has_logprobs else b"{}"
 
     def _logprobs_of(self, choice: CompletionOutput) -> dict[str, Any] | None:
         if self._num_top is None:
@@ -120,11 +154,15 @@ class _Chat:
 
     async def whole(self) -> bytes:
         total: RequestOutput | None = None
-        async for _, output in self._generation.deltas():
-            if total is None:
-                total = output
-            else:
-                merge_delta(total, output)
+        texts = {index: WholeText() for index in range(self._generation.params.n)}
+        async with aclosing(self._pieces()) as deltas:
+            async for output, pieces in deltas:
+                for choice, piece in zip(output.outputs, pieces, strict=True):
+                    texts[choice.index].add(piece)
+                if total is None:
+                    total = output
+                else:
+                    merge_delta(total, output)
         if total is None:
             raise RuntimeError("the engine ended a request without a word")
         generation = self._generation
@@ -133,7 +171,10 @@ class _Chat:
             "object": OBJECT,
             "created": generation.created,
             "model": generation.model,
-            "choices": [self._whole_choice(choice) for choice in sorted(total.outputs, key=lambda c: c.index)],
+            "choices": [
+                self._whole_choice(choice, texts[choice.index])
+                for choice in sorted(total.outputs, key=lambda c: c.index)
+            ],
             "usage": generation.usage.as_dict(),
         }
         if self._request.prompt_logprobs is not None:
@@ -142,13 +183,13 @@ class _Chat:
             answer["prompt_token_ids"] = total.prompt_token_ids
         return _encode(answer)
 
-    def _whole_choice(self, choice: CompletionOutput) -> dict[str, Any]:
+    def _whole_choice(self, choice: CompletionOutput, text: WholeText) -> dict[str, Any]:
         member: dict[str, Any] = {
             "index": choice.index,
-            "message": {"role": ROLE, "content": self._prefix + choice.text, "refusal": None},
+            "message": text.message(self._prefix),
             "logprobs": self._logprobs_of(choice),
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
+            "finish_reason": text.finish_reason,
+            "stop_reason": text.stop_reason,
         }
         if self._with_ids:
             member["token_ids"] = choice.token_ids

@@ -43,7 +43,7 @@ async def create_completion(services: Services, http: Request) -> Response:
     )
     if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
         params = params.clone(prompt_logprobs=request.logprobs)
-    encoded = await encode_prompts(request, prompts, engine)
+    encoded = await encode_prompts(services.state, request, prompts, engine)
     generation = services.generation(http, request, encoded, params, model, "cmpl")
     echo = _Echo(generation, request) if request.echo else None
     work = _Completion(generation, request, echo)
@@ -99,6 +99,8 @@ class _Completion:
         tokenizer = generation.engine.tokenizer
         skip = request.skip_special_tokens is not False
         hidden = tokenizer.special_ids if tokenizer is not None and skip else frozenset[int]()
+        self._scored: set[int] = set()  # prompts whose scores have been sent
+        self._held: dict[int, RequestOutput] = {}  # by prompt: deltas that wait for them
         self._logprobs = [CompletionLogprobs(hidden, as_token_ids=self._as_ids) for _ in range(generation.num_choices)]
 
     def _prompt_part(self, output: RequestOutput) -> list[TokenLogprobs | None]:
@@ -126,7 +128,10 @@ class _Completion:
         writer = ChunkWriter(generation, OBJECT, self._request.stream_options)
         greeted: set[int] = set()
         prompts: dict[int, list[TokenLogprobs | None]] = {}
-        async for number, output in generation.deltas():
+        async for number, delta in generation.deltas():
+            output = self._after_prompt(number, delta)
+            if output is None:
+                continue
             if number not in prompts:
                 prompts[number] = self._prompt_part(output)
             parts = []
@@ -140,6 +145,21 @@ class _Completion:
             if parts:
                 yield b"".join(parts)
         yield writer.last()
+
+    def _after_prompt(self, number: int, delta: RequestOutput) -> RequestOutput | None:
+        """The delta, or None while the prompt's scores, which come first in a stream, are still awaited: choice 0 brings
+        them, and another choice may be faster."""
+        if self._echo is None or not self._wants_logprobs or number in self._scored:
+            return delta
+        held = self._held.pop(number, None)
+        if held is not None:
+            merge_delta(held, delta)
+            delta = held
+        if delta.prompt_logprobs is None and len(delta.prompt_token_ids) > 1 and not delta.finished:
+            self._held[number] = delta
+            return None
+        self._scored.add(number)
+        return delta
 
     def _chunk(
         self,

@@ -23,8 +23,10 @@ WITHOUT_EFFECT = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
+        "prompt_cache_options",
+        "session_id",
+        "return_mm_kwargs",
         "prediction",
-        "parallel_tool_calls",
         "include_reasoning",
     }
 )
@@ -44,7 +46,7 @@ REMOVED = {
 
 # Fields that ask for something this version does not do. The values listed ask for nothing and pass.
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
-    "tools": (),
+    "tools": (),  # outside chat
     "structured_outputs": (),
     "reasoning_effort": ("none",),
     "use_beam_search": (False,),
@@ -57,8 +59,19 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": (),
     "prompt_embeds": (),
     "kv_transfer_params": (),
-    "logits_processors": (),
     "vllm_xargs": (),
+    "ec_transfer_params": (),
+    "media_io_kwargs": (),
+    "moderation": (),
+    "thinking_token_budget": (-1,),
+    "watermarking": (False,),
+    "truncation_side": ("left",),
+    "logprob_token_ids": (),
+    "repetition_detection": (),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "routed_experts_prompt_start": (0,),
+    "stream_interval": (1,),
 }
 
 

@@ -62,6 +62,7 @@ class Generation:
     usage: Usage = field(default_factory=Usage)
     created: int = field(default_factory=lambda: int(time.time()))
     answer_id: str = ""
+    closed_as: str = "abort"  # set by the consumer: how choices count that still run when it closes `deltas`
 
     def __post_init__(self) -> None:
         self.answer_id = f"{self.id_prefix}-{self.id_label or uuid.uuid4().hex}"
@@ -115,7 +116,9 @@ class Generation:
             async with aclosing(stream):
                 async for output in stream:
                     if output.error is not None:
-                        raise RequestError(output.error, status=output.error_status)
+                        raise RequestError(
+                            output.error, param=output.error_param, code=output.error_code, status=output.error_status
+                        )
                     followed.observe(output)
                     yield number, output
         except RequestError as error:
@@ -125,6 +128,8 @@ class Generation:
             outcome = "error"
             raise
         finally:
+            if outcome == "abort":
+                outcome = self.closed_as
             if outcome is not None:  # a request refused at admission never was one
                 followed.close(outcome)
 

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import msgspec
 from starlette.responses import Response
 
 from hotswap.core.errors import RequestError
+from hotswap.core.sampling_params import SamplingParams
 
 from .routes import Services
 
 _STARTED = int(time.time())
+_PUBLISHED: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 
 
 def _card(services: Services, name: str) -> dict[str, Any]:
     """max_model_len is the window that this server serves, which the KV cache may have made smaller than the
-    model's."""
+    model's. default_sampling_params: what a request gets that says nothing about it."""
+    engine = services.state.ready_engine()
     return {
         "id": name,
         "object": "model",
@@ -25,8 +37,17 @@ def _card(services: Services, name: str) -> dict[str, Any]:
         "owned_by": "hotswap",
         "root": services.state.model_names[0],
         "parent": None,
-        "max_model_len": services.state.ready_engine().info.max_model_len,
+        "max_model_len": engine.info.max_model_len,
+        "default_sampling_params": default_sampling_params(engine.generation_defaults),
     }
+
+
+def default_sampling_params(generation_defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's own defaults over the engine's. max_tokens is there only if the model has one: else it is 16 for
+    completions, and what is left of the window for chat."""
+    params = SamplingParams()
+    own = {name: getattr(params, name) for name in _PUBLISHED}
+    return {**own, **{name: value for name, value in generation_defaults.items() if value is not None}}
 
 
 def list_models(services: Services) -> Response:

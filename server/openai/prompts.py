@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotswap.core.errors import RequestError
+from hotswap.core.sampling_params import INTEGER_BOUNDS
 from hotswap.core.text.tokenizer import RenderedPrompt, Tokenizer
 
 from ..engine_surface import ServedEngine
@@ -67,7 +68,7 @@ def _check_ids(ids: list[Any], where: str) -> None:
 
 
 async def encode_prompts(
-    request: CompletionRequest, prompts: list[str | list[int]], engine: ServedEngine
+    state: ServerState, request: CompletionRequest, prompts: list[str | list[int]], engine: ServedEngine
 ) -> list[Prompt]:
     """Raises RequestError (400)."""
     add_special_tokens = request.add_special_tokens is not False
@@ -76,7 +77,12 @@ async def encode_prompts(
     for prompt in prompts:
         if isinstance(prompt, str):
             ids = await encode_text(
-                engine, prompt, add_special_tokens=add_special_tokens, truncates=_truncates(request), inline=inline
+                engine,
+                prompt,
+                add_special_tokens=add_special_tokens,
+                allow_special=state.config.allow_special_tokens_in_prompts,
+                truncates=_truncates(request),
+                inline=inline,
             )
             if not ids:
                 raise RequestError("the prompt is empty: it must hold at least one token", param="prompt")
@@ -87,22 +93,37 @@ async def encode_prompts(
 
 
 async def encode_text(
-    engine: ServedEngine, text: str, *, add_special_tokens: bool, truncates: bool = False, inline: bool = True
+    engine: ServedEngine,
+    text: str,
+    *,
+    add_special_tokens: bool,
+    allow_special: bool,
+    truncates: bool = False,
+    inline: bool = True,
 ) -> list[int]:
-    """Token ids of raw text; special-token strings in it are plain text. Raises RequestError (400).
+    """Token ids of raw text. Raises RequestError (400).
 
+    allow_special: special-token strings in it are tokens (--allow-special-tokens-in-prompts), not plain text.
     inline: False when it is one of so many texts that together they are long.
     """
     tokenizer = need_tokenizer(engine)
     _check_length(engine, text, truncates)
     if inline and len(text) <= INLINE_CHARS:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens, allow_special=allow_special)
+    return await asyncio.to_thread(
+        tokenizer.encode, text, add_special_tokens=add_special_tokens, allow_special=allow_special
+    )
 
 
-async def encode_messages(state: ServerState, engine: ServedEngine, request: ChatRequest | TokenizeRequest) -> Prompt:
+async def encode_messages(
+    state: ServerState,
+    engine: ServedEngine,
+    request: ChatRequest | TokenizeRequest,
+    tools: list[dict[str, Any]] | None,
+) -> Prompt:
     """Renders a conversation and tokenizes it. Raises RequestError (400).
 
+    tools: what the template shows of the request's, as `check_tools` gives them.
     `add_special_tokens` changes nothing here: a chat prompt has exactly one BOS when the tokenizer adds one.
     """
     tokenizer = need_tokenizer(engine)
@@ -113,7 +134,11 @@ async def encode_messages(state: ServerState, engine: ServedEngine, request: Cha
         )
     documents = getattr(request, "documents", None)
     template_of_request = request.chat_template
-    inline = template_of_request is None and is_small([request.messages, documents, request.chat_template_kwargs])
+    if tools is not None and template_of_request is None:
+        template.need_tools()
+    inline = template_of_request is None and is_small(
+        [request.messages, documents, request.chat_template_kwargs, tools]
+    )
     messages = [_with_known_role(message) for message in request.messages or []]
     size = sum(_text_size(message.get("content")) for message in messages)
     truncates = isinstance(request, SamplingFields) and _truncates(request)
@@ -124,12 +149,14 @@ async def encode_messages(state: ServerState, engine: ServedEngine, request: Cha
     def work() -> list[int]:
         rendered: RenderedPrompt = template.render(
             messages,
+            tools=tools,
             documents=documents,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message is True,
             template_kwargs=request.chat_template_kwargs,
             request_template=template_of_request,
             trust_request_template=state.config.trust_request_chat_template,
+            allow_special=state.config.allow_special_tokens_in_prompts,
         )
         return tokenizer.encode_chat(rendered)
 
@@ -184,8 +211,11 @@ def _truncated(prompt: Prompt, request: SamplingFields) -> Prompt:
     keep = request.truncate_prompt_tokens
     if keep is None:
         return prompt
-    if keep < 1:
-        raise RequestError("truncate_prompt_tokens must be at least 1", param="truncate_prompt_tokens")
+    lowest, highest = INTEGER_BOUNDS["truncate_prompt_tokens"]
+    if not lowest <= keep <= highest:
+        raise RequestError(
+            f"truncate_prompt_tokens must be between {lowest} and {highest}", param="truncate_prompt_tokens"
+        )
     return prompt if len(prompt.token_ids) <= keep else Prompt(prompt.token_ids[-keep:])
 
 

@@ -32,6 +32,7 @@ class Services:
         """The request's body, checked field by field. Raises RequestError, BodyRefused, EngineDeadError."""
         self.state.ready_engine()  # a server that cannot answer says so before it reads
         body = await read_json_object(http, self.state.config.max_request_bytes)
+        http.state.accepted.enter()
         return parse_request(model, body, allow_unknown=self.state.config.allow_unknown_fields)
 
     def generation(

@@ -12,6 +12,7 @@ from hotswap.core.sampling_params import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIAS, 
 from .protocol import SamplingFields
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default of /v1/completions; chat goes on to the end of the window
+MAX_LOGITS_PROCESSORS = 16
 _TOKEN_ID = re.compile(r"-?[0-9]{1,10}")
 # The same name and meaning in the request and in SamplingParams.
 _PLAIN = (
@@ -80,7 +81,19 @@ def sampling_params(
         values["stop"] = [fields.stop] if isinstance(fields.stop, str) else list(fields.stop)
     if fields.logit_bias:
         values["logit_bias"] = _logit_bias(fields.logit_bias)
+    if fields.logits_processors:
+        values["logits_processors"] = _logits_processors(fields.logits_processors)
     return SamplingParams(**values, logprobs=logprobs, detokenize=has_text)
+
+
+def _logits_processors(named: Mapping[str, dict[str, Any]] | list[str]) -> dict[str, dict[str, Any]]:
+    """Options by name. Whether there are such plugins is the engine's to know, and it says so for every front end."""
+    if len(named) > MAX_LOGITS_PROCESSORS:
+        what = f"logits_processors has {len(named)} entries; at most {MAX_LOGITS_PROCESSORS}"
+        raise RequestError(what, param="logits_processors")
+    if isinstance(named, list):
+        return {name: {} for name in named}
+    return dict(named)
 
 
 def requested_max_tokens(fields: SamplingFields) -> int | None:

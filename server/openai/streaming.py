@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -13,9 +14,11 @@ from starlette.types import Receive, Scope, Send
 from ..errors import DONE_FRAME, describe
 from ..limits import ClientGone
 from ..state import InFlight, ServerState
+from ..stream_watch import StreamWatch, abort_of
 from .generation import Generation
 from .protocol import StreamOptions
 
+log = logging.getLogger("hotswap.server")
 _encode = msgspec.json.encode
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -76,7 +79,7 @@ class EventStream(Response):
 
     The status line waits for the first frame: a fault before it is an ordinary error reply. A fault after it is an
     error frame and the end mark. A client that leaves ends the work at once; one that reads slowly makes the frames
-    wait in the engine's client, where they are merged.
+    wait in the engine's client, where they are merged; one that does not read is cut off (StreamWatch).
     """
 
     media_type = "text/event-stream"
@@ -90,18 +93,29 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
-        try:
-            async with InFlight(self._state, receive), aclosing(self._frames()) as frames:
-                async for frame in frames:
-                    if not started:
-                        started = True
-                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    await send({"type": "http.response.body", "body": frame, "more_body": True})
-        except ClientGone:
-            raise
-        except Exception as error:  # whatever it is, a stream that has begun must end with a word, not with silence
-            if not started:
+        call = InFlight(self._state, receive)
+
+        def on_stall() -> None:
+            log.warning("request %s: its reader takes nothing; the connection is closed", self._request_id)
+            if (abort := abort_of(scope)) is not None:
+                abort()
+            call.interrupt(ClientGone())
+
+        with StreamWatch(send, self._state.config.max_stream_backlog_seconds, on_stall) as watch:
+            try:
+                async with call, aclosing(self._frames()) as frames:
+                    async for frame in frames:
+                        if not started:
+                            started = True
+                            await watch.send(
+                                {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                            )
+                        await watch.send({"type": "http.response.body", "body": frame, "more_body": True})
+            except ClientGone:
                 raise
-            frame = describe(error, self._request_id).frame() + DONE_FRAME
-            await send({"type": "http.response.body", "body": frame, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            except Exception as error:  # whatever it is, a stream that has begun must end with a word, not with silence
+                if not started:
+                    raise
+                frame = describe(error, self._request_id).frame() + DONE_FRAME
+                await watch.send({"type": "http.response.body", "body": frame, "more_body": True})
+            await watch.send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -21,7 +21,7 @@ from hotswap.core.testing.scheduling_harness import fake_request
 
 BLOCK_SIZE = 2
 BASES = [[0] * 9, [0, 0, 0, 1] * 3, [1, 0] * 5]  # few, so that prefixes meet
-Content = tuple[int, str | None, tuple[int, ...]]  # adapter, salt, every token up to the block's end
+Content = tuple[str, str | None, tuple[int, ...]]  # adapter, salt, every token up to the block's end
 
 
 class PrefixIndexMachine(RuleBasedStateMachine):
@@ -43,7 +43,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
     def holds(self, request: Request, block_index: int) -> Content:
         tokens = (request.prompt_token_ids + request.output_token_ids)[: (block_index + 1) * BLOCK_SIZE]
-        return request.adapter_id, request.cache_salt, tuple(tokens)
+        return request.adapter_key, request.cache_salt, tuple(tokens)
 
     def expected_match(self, request: Request) -> list[Content]:
         indexed = {self.content[block] for block in self.kv.index.blocks()}
@@ -57,11 +57,11 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     @rule(
         prompt=st.builds(lambda base, n: base[:n], st.sampled_from(BASES), st.integers(1, 9)),
         salt=st.sampled_from([None, None, "", "a"]),
-        adapter=st.sampled_from([0, 0, 1]),
+        adapter=st.sampled_from(["", "", "digest"]),
         outputs=st.lists(st.integers(0, 1), max_size=2),
     )
-    def new_head(self, prompt: list[int], salt: str | None, adapter: int, outputs: list[int]) -> None:
-        self.head = fake_request(self.next_id, prompt, cache_salt=salt, adapter_id=adapter)
+    def new_head(self, prompt: list[int], salt: str | None, adapter: str, outputs: list[int]) -> None:
+        self.head = fake_request(self.next_id, prompt, cache_salt=salt, adapter_key=adapter)
         self.head.output_token_ids = list(outputs)
         self.next_id += 1
 
@@ -131,22 +131,22 @@ TestPrefixIndex.settings = CHECKED
 class Saltless(PrefixIndex):
     """Tenants share."""
 
-    def root_key(self, adapter_id: int, cache_salt: str | None) -> bytes:
-        return super().root_key(adapter_id, None)
+    def root_key(self, adapter_key: str, cache_salt: str | None) -> bytes:
+        return super().root_key(adapter_key, None)
 
 
 class Adapterless(PrefixIndex):
     """Adapters share."""
 
-    def root_key(self, adapter_id: int, cache_salt: str | None) -> bytes:
-        return super().root_key(0, cache_salt)
+    def root_key(self, adapter_key: str, cache_salt: str | None) -> bytes:
+        return super().root_key("", cache_salt)
 
 
 class EmptySaltIsNone(PrefixIndex):
     """An empty salt counts as none."""
 
-    def root_key(self, adapter_id: int, cache_salt: str | None) -> bytes:
-        return super().root_key(adapter_id, cache_salt or None)
+    def root_key(self, adapter_key: str, cache_salt: str | None) -> bytes:
+        return super().root_key(adapter_key, cache_salt or None)
 
 
 class Parentless(PrefixIndex):

@@ -123,7 +123,7 @@ def test_settings_page_has_every_setting(generator: types.ModuleType) -> None:
 
 
 def test_endpoints(api: Any) -> None:
-    documented = set(re.findall(r"`(/[\w/{}]+)`", section(DOCS / "operators" / "serving.md", "Endpoints")))
+    documented = set(re.findall(r"`(/[\w/{}.]+)`", section(DOCS / "operators" / "serving.md", "Endpoints")))
     served = {re.sub(r":\w+}", "}", route.path) for route in api.app.routes}
     assert documented == served
 
@@ -162,9 +162,11 @@ def test_metrics(api: Any) -> None:
 def test_kinds_and_built_in_names() -> None:
     text = section(DOCS / "plugins" / "index.md", "The kinds")
     rows = {
-        cells[1].strip("` "): cells[3] for cells in (line.split("|") for line in text.splitlines() if line[:3] == "| `")
+        cells[1].split("`")[1]: cells[3]
+        for cells in (line.split("|") for line in text.splitlines() if line.startswith("| [`"))
     }
     assert list(rows) == list(KINDS)
+    assert all(f"[`{kind}`]({kind}.md)" in text for kind in KINDS)
     manager = PluginManager(builtins=BUILTIN_PLUGINS)
     manager.load()
     for kind, cell in rows.items():
@@ -196,7 +198,13 @@ def test_commands_and_flags_exist(page: Path) -> None:
         if name == "COMMAND" or name == "serves":  # a placeholder; the server's own first word
             continue
         assert name in COMMANDS, f"{page.name}: hotswap {name}"
-        module = importlib.import_module(COMMANDS[name].module)
+        command = COMMANDS[name]
+        if command.subcommands:
+            if not rest:
+                continue
+            assert rest[0] in command.subcommands, f"{page.name}: hotswap {name} {rest[0]}"
+            command = command.subcommands[rest[0]]
+        module = importlib.import_module(command.module)
         parser = Parser(prog=name)
         module.configure(parser)
         known = {option for action in parser._actions for option in action.option_strings}
@@ -210,6 +218,39 @@ def test_make_targets_exist() -> None:
     for page in PAGES:
         for target in re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.MULTILINE):
             assert target in targets, f"{page.name}: make {target}"
+
+
+# One page per kind, with an example that is a plugin.
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@every_kind
+def test_example_on_a_kinds_page_is_its_template(kind: str) -> None:
+    template = (ROOT / "core" / "testing" / "templates" / f"{kind}.py").read_text()
+    page = DOCS / "plugins" / f"{kind}.md"
+    assert template in blocks(page, "python"), f"copy core/testing/templates/{kind}.py into {page.name}"
+
+
+@every_kind
+def test_a_kinds_page_leads_on(kind: str) -> None:
+    text = (DOCS / "plugins" / f"{kind}.md").read_text()
+    for wanted in (
+        f"(contracts.md#{kind})",
+        "(testing.md)",
+        f"hotswap plugins check {kind}=",
+        f"hotswap plugins new {kind} ",
+    ):
+        assert wanted in text, f"{kind}.md does not say {wanted!r}"
+
+
+@every_kind
+def test_a_kinds_page_names_the_checks_of_its_broken_samples(kind: str) -> None:
+    from hotswap.core.testing.broken import broken_samples
+
+    text = (DOCS / "plugins" / f"{kind}.md").read_text()
+    missing = {sample.caught_by for sample in broken_samples(kind) if f"`{sample.caught_by}`" not in text}
+    assert not missing, f"{kind}.md: Common mistakes"
 
 
 # Examples.

@@ -25,18 +25,21 @@ from hotswap.core.engine.client import EngineClient
 from hotswap.core.engine.front_end import FrontEnd
 from hotswap.core.engine.input_processor import InputLimits, InputProcessor
 from hotswap.core.engine.launch import EngineProcess
-from hotswap.core.engine.output_processor import OutputProcessor
+from hotswap.core.engine.output_processor import OutputProcessor, merge_delta
 from hotswap.core.engine.wire import (
     AbortRequests,
+    Call,
     EngineInfo,
     EngineMessage,
     EngineRequest,
     FrontMessage,
+    Heartbeat,
     Outputs,
     Ready,
+    Reply,
     StartupProgress,
 )
-from hotswap.core.errors import EngineDeadError, ModelLoadError, UsageError
+from hotswap.core.errors import EngineDeadError, HotswapError, ModelLoadError, UsageError
 from hotswap.core.outputs import RequestOutput
 from hotswap.core.sampling_params import SamplingParams
 
@@ -61,7 +64,7 @@ class MadeUpProcess:
         self._ended.wait(20)
         return self.status
 
-    def close(self, timeout_s: float = 5.0) -> None:
+    def close(self, timeout_s: float = 5.0, *, wait_s: float = 0.0) -> None:
         self._ended.set()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -224,7 +227,7 @@ def test_an_exit_without_a_word_keeps_its_status() -> None:
     run(scenario)
 
 
-def test_prompt_logprobs_come_with_whichever_choice_is_first() -> None:
+def test_prompt_logprobs_come_with_choice_0_even_when_it_is_slower() -> None:
     from hotswap.core.contracts.plan import PositionLogprobs
 
     outputs = OutputProcessor(None)
@@ -232,10 +235,12 @@ def test_prompt_logprobs_come_with_whichever_choice_is_first() -> None:
     requests = [EngineRequest(number, [5, 6], params, 0.0) for number in (1, 2)]
     state = outputs.add("label", None, requests)
     prompt = [PositionLogprobs([6], [-1.0], [1])]
-    first = outputs.apply(RequestUpdate(2, [7], prompt_logprobs=prompt))
+    first = outputs.apply(RequestUpdate(2, [7]))
     second = outputs.apply(RequestUpdate(1, [7], prompt_logprobs=prompt))
-    assert first is not None and first[0] is state and first[1].prompt_logprobs is not None
-    assert second is not None and second[1].prompt_logprobs is None
+    assert first is not None and first[0] is state and first[1].prompt_logprobs is None
+    assert second is not None and second[1].prompt_logprobs is not None
+    merge_delta(first[1], second[1])
+    assert first[1].prompt_logprobs == second[1].prompt_logprobs
 
 
 def test_a_backlog_from_the_engine_leaves_the_loop_to_others() -> None:
@@ -263,5 +268,64 @@ def test_a_backlog_from_the_engine_leaves_the_loop_to_others() -> None:
                 await asyncio.sleep(0)
                 seen.append(handled)
             assert max(after - before for before, after in itertools.pairwise(seen)) < 50
+
+    run(scenario)
+
+
+def test_s41_health_is_the_age_of_the_last_step_and_every_thread_is_watched() -> None:
+    async def scenario() -> None:
+        async with pair() as (client, side):
+            await started(client, side)
+            limit = client._config.engine_stuck_timeout
+
+            async def after(heartbeat: Heartbeat) -> str | None:
+                await side.send(heartbeat)
+                while client._heartbeat != heartbeat:
+                    await asyncio.sleep(0.01)
+                return client.health()
+
+            assert await after(Heartbeat(limit - 1)) is None
+            assert await after(Heartbeat(limit + 1)) == "the engine is stuck: no step has ended for 301 s"
+            assert await after(Heartbeat(0.1)) is None
+            dead = await after(Heartbeat(0.1, ["parent-watch"]))
+            assert dead == "threads of the engine have ended: parent-watch"
+            assert await after(Heartbeat(0.2)) is None
+            client._last_message -= limit + 5
+            assert "nothing was heard from it for 305 s" in (client.health() or "")
+            client._last_message += limit + 5
+            client._tasks[0].cancel()
+            await asyncio.sleep(0.01)
+            assert "background task" in (client.health() or "")
+
+    run(scenario)
+
+
+def test_s41_the_limit_is_a_setting() -> None:
+    assert EngineConfig.from_flat(engine_stuck_timeout=5).engine_stuck_timeout == 5
+    with pytest.raises(UsageError, match="engine_stuck_timeout"):
+        EngineConfig.from_flat(engine_stuck_timeout=0)
+
+
+def test_facts_that_changed_reach_the_front_end_before_the_answer() -> None:
+    async def scenario() -> None:
+        async with pair() as (client, side):
+            await started(client, side)
+            client._front.refresh = lambda info: setattr(client._front, "info", info)  # type: ignore[method-assign]
+            call = asyncio.create_task(client.call("set_policy", name="priority"))
+            message = await side.receive()
+            assert isinstance(message, Call) and (message.method, message.arguments) == (
+                "set_policy",
+                {"name": "priority"},
+            )
+            await side.send(Ready(msgspec.structs.replace(INFO, uses_priority=True)))
+            await side.send(Reply(message.call_id, {"policy": "priority"}))
+            assert await asyncio.wait_for(call, 3) == {"policy": "priority"}
+            assert client.info.uses_priority
+            refused = asyncio.create_task(client.call("set_policy", name="x"))
+            message = await side.receive()
+            assert isinstance(message, Call)
+            await side.send(Reply(message.call_id, error="unknown policy 'x'"))
+            with pytest.raises(HotswapError, match="unknown policy 'x'"):
+                await asyncio.wait_for(refused, 3)
 
     run(scenario)

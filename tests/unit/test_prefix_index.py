@@ -57,7 +57,7 @@ def test_known_outputs_count_across_the_end_of_the_prompt() -> None:
         ({"cache_salt": ""}, False),
         ({"cache_salt": "\ud800"}, False),
         ({}, False),
-        ({"cache_salt": "a", "adapter_id": 1}, False),
+        ({"cache_salt": "a", "adapter_key": "digest"}, False),
     ],
 )
 def test_salt_and_adapter_are_part_of_every_key(other: dict[str, object], hits: bool) -> None:
@@ -73,10 +73,10 @@ def test_keys_are_sha256_chains_from_a_secret_seed() -> None:
     index = PrefixIndex(4, SEED)
     request = fake_request(0, [5, 6, 7, 8])
     index.extend_keys(request, 1)
-    root = index.root_key(0, None)
+    root = index.root_key("", None)
     assert request.block_hashes == [hashlib.sha256(root + struct.pack("<4q", 5, 6, 7, 8)).digest()]
-    assert PrefixIndex(4, SEED).root_key(0, None) == root
-    assert PrefixIndex(4).root_key(0, None) != PrefixIndex(4).root_key(0, None)
+    assert PrefixIndex(4, SEED).root_key("", None) == root
+    assert PrefixIndex(4).root_key("", None) != PrefixIndex(4).root_key("", None)
     with pytest.raises(ValueError, match="at least 16 bytes"):
         PrefixIndex(4, b"short")
 

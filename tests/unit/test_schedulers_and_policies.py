@@ -164,6 +164,8 @@ def test_shares_are_kept_and_policies_are_told() -> None:
 class Shedding(Fcfs):
     """Gives up on requests of class 9."""
 
+    uses_priority = True
+
     def shed(self) -> Iterable[Shed]:
         return [Shed(view.request_id, "too busy", 503) for view in self.waiting() if view.priority == 9]
 

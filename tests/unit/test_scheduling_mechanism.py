@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from hotswap.core.contracts.plan import RowResult, StepResult
+from hotswap.core.contracts.policy import Policy
 from hotswap.core.contracts.victim import VictimRule
 from hotswap.core.engine.wire import EngineStats
 from hotswap.core.errors import PlanError, RequestError, UsageError
@@ -20,8 +22,10 @@ from hotswap.plugins.schedulers.policies.priority import Priority
 from hotswap.plugins.schedulers.victims.newest import Newest
 
 
-def harness_with(victim: VictimRule | None = None, **settings: Any) -> SchedulingHarness:
-    policy = Fcfs()
+def harness_with(
+    victim: VictimRule | None = None, make_policy: Callable[[], Policy] = Fcfs, **settings: Any
+) -> SchedulingHarness:
+    policy = make_policy()
     return SchedulingHarness(
         lambda mechanism: ContinuousBatching(mechanism, policy, victim or Newest()), policy, **settings
     )
@@ -483,7 +487,7 @@ def test_seats() -> None:
 
 
 def test_running_requests_are_in_service_order() -> None:
-    harness = harness_with(num_blocks=40, max_num_seqs=8)
+    harness = harness_with(make_policy=Priority, num_blocks=40, max_num_seqs=8)
     order = [(0, 1, 9.0), (1, 0, 8.0), (2, 1, 3.0), (3, 0, 7.0), (4, 0, 7.0)]
     for request_id, priority, arrival_time in order:
         harness.add(fake_request(request_id, [1], priority=priority, arrival_time=arrival_time, max_tokens=9))

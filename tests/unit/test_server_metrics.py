@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hotswap.core.errors import UsageError
+from hotswap.core.outputs import RequestOutput
 from hotswap.core.testing.fake_engine import FakeEngine
 
 
@@ -51,10 +52,13 @@ def test_format_and_bounds(api: Any) -> None:
     assert not any("m7" in str(family.samples) or "path7" in str(family.samples) for family in families.values())
     for family in families.values():
         if family.type == "histogram":
-            buckets = [s for s in family.samples if s.name.endswith("_bucket")]
-            counts = [s.value for s in buckets]
-            assert counts == sorted(counts) and buckets[-1].labels["le"] == "+Inf"
-            assert [float(s.labels["le"]) for s in buckets] == sorted(float(s.labels["le"]) for s in buckets)
+            for phase in {sample.labels.get("phase") for sample in family.samples}:
+                series = [s for s in family.samples if s.labels.get("phase") == phase]
+                buckets = [s for s in series if s.name.endswith("_bucket")]
+                counts = [s.value for s in buckets]
+                assert counts == sorted(counts) and buckets[-1].labels["le"] == "+Inf"
+                assert [float(s.labels["le"]) for s in buckets] == sorted(float(s.labels["le"]) for s in buckets)
+                assert [s.value for s in series if s.name.endswith("_count")] == [counts[-1]]
         assert not any(sample.name.endswith("_created") for sample in family.samples)
 
 
@@ -70,6 +74,49 @@ def test_engine_numbers(api: Any) -> None:
     assert api.metric("num_requests_waiting") == 2
     assert api.metric("cache_config_info", block_size="16") == 1
     assert api.metric("plugin_info", kind="policy", name="fcfs") == 1
+
+
+def test_numbers_of_the_steps(api: Any) -> None:
+    """The engine's histograms, which are not cumulative, become Prometheus' ones, which are."""
+    stats = api.engine.stats
+    for tokens in (1, 3, 100_000):
+        stats.step_tokens.observe(tokens)
+    stats.execute_times.observe(0.02)
+    stats.num_observer_faults, stats.host_cache_usage = 4, 0.5
+    stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens, stats.num_accepted_per_pos = 2, 6, 5, [3, 2]
+    assert api.metric("iteration_tokens_total_count") == 3
+    assert api.metric("iteration_tokens_total_sum") == 100_004
+    assert api.metric("iteration_tokens_total_bucket", le="4.0") == 2
+    assert api.metric("iteration_tokens_total_bucket", le="16384.0") == 2
+    assert api.metric("step_seconds_count", phase="execute") == 1
+    assert api.metric("step_seconds_bucket", phase="execute", le="0.01") == 0
+    assert api.metric("step_seconds_bucket", phase="execute", le="0.025") == 1
+    assert api.metric("step_seconds_count", phase="schedule") == 0
+    assert api.metric("observer_faults_total") == 4
+    assert api.metric("host_cache_usage_perc") == 0.5
+    assert api.metric("spec_decode_num_drafts_total") == 2
+    assert api.metric("spec_decode_num_draft_tokens_total") == 6
+    assert api.metric("spec_decode_num_accepted_tokens_total") == 5
+    assert api.metric("spec_decode_num_accepted_tokens_per_pos_total", position="1") == 2
+
+
+def test_queue_and_prefill_times(make_api: Callable[..., Any]) -> None:
+    """What the engine says about each choice, with its first token."""
+
+    class Timed(FakeEngine):
+        async def generate(self, *arguments: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:
+            first = True
+            async for output in super().generate(*arguments, **options):
+                if first:
+                    output.queue_seconds, output.prefill_seconds = [0.25, 0.5], [0.125, 0.125]
+                    first = False
+                yield output
+
+    api = make_api(Timed())
+    assert api.complete("ab", n=2).status_code == 200
+    assert api.metric("request_queue_time_seconds_sum") == 0.75
+    assert api.metric("request_queue_time_seconds_count") == 2
+    assert api.metric("request_prefill_time_seconds_sum") == 0.25
 
 
 def test_namespace(make_api: Callable[..., Any]) -> None:

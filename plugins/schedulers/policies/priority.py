@@ -11,6 +11,8 @@ from hotswap.core.contracts.policy import KeyedPolicy, PolicyProvider, RequestVi
 class Priority(KeyedPolicy):
     """By class, then arrival. A class that never pauses starves those below it: that is what was asked for."""
 
+    uses_priority = True
+
     def key(self, view: RequestView) -> tuple[int, float]:
         return view.priority, view.arrival_time
 

@@ -1,0 +1,1 @@
+"""Logits processors: changes to logits before a token is drawn."""

@@ -1,0 +1,1 @@
+"""Observers: they hear what the engine does and change nothing."""

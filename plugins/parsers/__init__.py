@@ -1,0 +1,1 @@
+"""Tool parsers: the formats in which models write tool calls."""

@@ -1,0 +1,128 @@
+"""What `bench serve` and `bench throughput` do alike: warm up, run with a progress bar, report."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hotswap.core.errors import HotswapError
+
+from .bench_flags import recorded_settings
+
+if TYPE_CHECKING:
+    from ..bench.prompts import PromptMaker
+    from ..bench.runner import Progress, Run, Runner, Target
+    from ..bench.workload import Workload
+
+REDRAW_SECONDS = 0.2
+
+
+async def warm_up(target: Target, prompts: PromptMaker, workload: Workload | None, max_concurrency: int | None) -> None:
+    """Raises HotswapError when nothing of it was answered: the run would not be either."""
+    from ..bench.runner import Runner
+
+    if workload is None:
+        return
+    run = await Runner(target, prompts, workload, max_concurrency=max_concurrency).run()
+    if all(record.error is not None for record in run.records):
+        record = run.records[0]
+        raise HotswapError(f"no request of the warm-up was answered: {record.error}: {record.error_detail}")
+
+
+async def with_progress(runner: Runner, *, enabled: bool) -> Run:
+    """Runs, with a bar on standard error when that is a terminal."""
+    if not enabled or not sys.stderr.isatty():
+        return await runner.run()
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        TextColumn("requests"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[state]}"),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
+        task = bar.add_task("requests", total=runner.progress.total, state="")
+
+        async def redraw() -> None:
+            while True:
+                bar.update(task, completed=runner.progress.done, state=_state(runner.progress), refresh=True)
+                await asyncio.sleep(REDRAW_SECONDS)
+
+        drawing = asyncio.create_task(redraw())
+        try:
+            return await runner.run()
+        finally:
+            drawing.cancel()
+
+
+def _state(progress: Progress) -> str:
+    failed = f", {progress.failed} failed" if progress.failed else ""
+    return f"{progress.running} in flight{failed}, {progress.output_tokens} tokens"
+
+
+def publish(
+    arguments: argparse.Namespace,
+    kind: str,
+    title: str,
+    workload: Workload,
+    run: Run,
+    notes: Sequence[str],
+    *,
+    exact_lengths: bool,
+    engine: Mapping[str, Any] | None = None,
+    server: Mapping[str, Any] | None = None,
+    more_settings: Mapping[str, Any] | None = None,
+) -> int:
+    """The table on standard output, warnings on standard error, the files that were asked for. 1 when no request was
+    answered."""
+    from ..bench import report
+    from ..bench.measure import parse_slo, summarize
+    from ..bench.picture import draw
+
+    summary = summarize(run.records, parse_slo(arguments.slo) if arguments.slo else None)
+    warnings = report.find_warnings(workload, summary, run.health, exact_lengths=exact_lengths)
+    notes = [*notes, *workload.notes]
+    report.print_report(title, summary, workload, notes, engine)
+    for warning in warnings:
+        print(f"hotswap: warning: {warning}", file=sys.stderr)
+    result = report.document(
+        kind,
+        {**recorded_settings(arguments), **(more_settings or {})},
+        workload,
+        run,
+        summary,
+        notes=notes,
+        warnings=warnings,
+        engine=engine,
+        server=server,
+        with_requests=arguments.save_requests,
+    )
+    if arguments.json is not None:
+        report.write_document(Path(arguments.json), result)
+    if arguments.picture is not None:
+        draw(Path(arguments.picture), [result], [title], title)
+    if arguments.save_trace is not None:
+        _save_trace(Path(arguments.save_trace), workload, run)
+    return 0 if summary.num_completed else 1
+
+
+def _save_trace(path: Path, workload: Workload, run: Run) -> None:
+    """Answered requests only: of the others the lengths are not known."""
+    from hotswap.core.trace import write_trace
+
+    from ..bench.workload import Sent, trace_rows
+
+    sent = [
+        Sent(request, record.sent, record.prompt_tokens, record.output_tokens)
+        for request, record in zip(workload.requests, run.records, strict=True)
+        if record.error is None
+    ]
+    write_trace(path, trace_rows(sent))
