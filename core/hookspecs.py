@@ -9,8 +9,8 @@ asked for it.
 
 `build(context)` is called in the process named below, only for the provider that was chosen, with the kind's own
 context. `unavailable(context)` may be asked in any process and before the pieces exist that `build` gets: it may read
-the fields of the common `BuildContext`, and `spec` and `block_size` (attention) or `op` and `dtype` (kernels); nothing
-else.
+the fields of the common `BuildContext`, and `spec`, `block_size` and `layers` (attention) or `op` and `dtype` (kernels);
+nothing else.
 
     from hotswap.core.contracts import PolicyProvider, hookimpl
 

@@ -125,7 +125,7 @@ class AttentionBackend(ABC):
     @abstractmethod
     def write_kv(self, key: Tensor, value: Tensor, cache: LayerCache) -> None:
         """Stores key [T, KVH, head_dim_k] and value [T, KVH, head_dim_v] at the geometry's slot_mapping. Inputs may be
-        strided views of a fused projection (last dimension contiguous)."""
+        strided views of a fused projection: a token's heads lie together, tokens are any stride apart."""
 
     @abstractmethod
     def forward(self, query: Tensor, cache: LayerCache, layer: AttentionLayer) -> Tensor:

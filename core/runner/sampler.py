@@ -30,7 +30,8 @@ from .sampling_rows import DrawGroup, SamplingBatch
 FAULTS = (
     None,
     "the model's logits are not finite (NaN or infinity)",
-    "no token can be drawn: allowed_token_ids, bad_words, logit_bias, min_tokens and ignore_eos together exclude all",
+    "no token can be drawn: allowed_token_ids, bad_words, logit_bias, min_tokens, ignore_eos and penalties together exclude "
+    "all, or leave a logit that is not finite",
 )
 NOT_FINITE, NOTHING_LEFT = 1, 2
 

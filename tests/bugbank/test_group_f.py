@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hotswap import SamplingParams
 
+SHARING = Path(__file__).with_name("sharing_policy.py")
 SYNC = pytest.mark.parametrize("async_scheduling", [True, False])
 
 
@@ -32,12 +34,16 @@ def same_scores(found: Any, expected: Any) -> None:
 # F01
 
 
-@pytest.mark.parametrize("budget, async_scheduling", [(7, True), (8, False), (10, True), (64, False)])
+@pytest.mark.parametrize(
+    "budget, share, async_scheduling",
+    [(7, None, True), (8, None, False), (10, 3, True), (64, None, False), (64, 2, True), (16, 4, False)],
+)
 def test_f01_each_request_of_a_mixed_batch_gets_its_own_logprobs(
-    make_tiny: Callable[..., Any], plain_tiny: Any, budget: int, async_scheduling: bool
+    make_tiny: Callable[..., Any], plain_tiny: Any, budget: int, share: int | None, async_scheduling: bool
 ) -> None:
     """Four requests, logprobs {none, 2, none, 0} and prompt logprobs {none, 1, 0, none} in every order, one prompt of one
-    token, chunk boundaries inside the others: each as alone."""
+    token, chunk boundaries inside the others: each as alone. With a share of few tokens a step, an older prompt is still in
+    its chunks while newer requests draw: rows that draw and rows that do not alternate."""
     prompts = [prompt_ids(5, 1), prompt_ids(13, 2), prompt_ids(1, 3), prompt_ids(9, 4)]
     counts = [(None, None), (2, 1), (None, 0), (0, None)]
     params = [
@@ -52,6 +58,7 @@ def test_f01_each_request_of_a_mixed_batch_gets_its_own_logprobs(
         num_gpu_blocks_override=100,
         async_scheduling=async_scheduling,
         enable_prefix_caching=False,
+        plugins=[] if share is None else [f"{SHARING},tokens={share}"],
     )
     source = random.Random(budget)
     for order in itertools.permutations(range(4)):
@@ -121,7 +128,12 @@ def test_f02_random_mixtures_over_every_budget(
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=0)
     truth = plain_tiny.generate(prompts, params, use_tqdm=False)
     for budget in (1, 3, 9) if async_scheduling else (2, 5, 33):
-        llm = make_tiny(max_num_batched_tokens=budget, num_gpu_blocks_override=100, async_scheduling=async_scheduling)
+        llm = make_tiny(
+            max_num_batched_tokens=budget,
+            num_gpu_blocks_override=100,
+            async_scheduling=async_scheduling,
+            plugins=[f"{SHARING},tokens=2"] if budget > 8 else [],
+        )
         for output, expected in zip(llm.generate(prompts, params, use_tqdm=False), truth, strict=True):
             assert output.outputs[0].token_ids == expected.outputs[0].token_ids, budget
             same_scores(output.outputs[0].logprobs, expected.outputs[0].logprobs)

@@ -187,7 +187,7 @@ def command_lines(page: Path) -> Iterator[list[str]]:
     """Words of every `hotswap ...` line in blocks of a page, and of every `hotswap ...` in its prose."""
     lines = [line for _, body in _FENCE.findall(page.read_text()) for line in body.splitlines()]
     for text in [*lines, *re.findall(r"`([^`\n]+)`", prose(page))]:
-        words = text.strip().removeprefix("$ ").partition(" #")[0].split()
+        words = re.split(r" #| \| |; ", text.strip().removeprefix("$ "))[0].split()  # the first command of the line
         if words[:1] == ["hotswap"] and len(words) > 1:
             yield words[1:]
 

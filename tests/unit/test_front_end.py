@@ -40,7 +40,7 @@ def test_unusable_sampling_defaults_are_refused_at_start(
 
 def test_only_known_sources_of_sampling_defaults() -> None:
     with pytest.raises(UsageError, match="generation_config"):
-        EngineConfig.from_flat(generation_config="vllm")
+        EngineConfig.from_flat(generation_config="hub")
 
 
 def test_a_cache_folder_that_cannot_be_made_is_told() -> None:

@@ -62,7 +62,9 @@ class LoaderSuite(ConformanceSuite):
         (tmp_path / "checkpoint").mkdir()
         path, tensors = self.make_checkpoint(tmp_path / "checkpoint")
         if type(self).make_checkpoint is LoaderSuite.make_checkpoint and not self.build().accepts(path):
-            pytest.skip("cannot be checked without a checkpoint of its format: subclass LoaderSuite, write make_checkpoint")
+            pytest.skip(
+                "cannot be checked without a checkpoint of its format: subclass LoaderSuite, write make_checkpoint"
+            )
         return path, tensors
 
     def opened(self, path: Path) -> Checkpoint:
