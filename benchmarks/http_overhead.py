@@ -64,7 +64,12 @@ def request_bytes(task: Task, number: int) -> bytes:
     else:
         body["prompt"] = text
     data = json.dumps(body).encode()
-    lines = [f"POST {task.path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {len(data)}"]
+    lines = [
+        f"POST {task.path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(data)}",
+    ]
     return "\r\n".join([*lines, "", ""]).encode() + data
 
 
@@ -211,7 +216,13 @@ def server_arguments(model: str, folder: Path) -> list[str]:
         return [model]
     from hotswap.core.testing.scripted_model import PLUGIN, make_scripted_model
 
-    return [str(make_scripted_model(folder, {})), "--plugin", f"{PLUGIN},instant=72"]
+    return [
+        str(make_scripted_model(folder, {})),
+        "--plugin",
+        f"{PLUGIN},instant=72",
+        "--num-gpu-blocks-override",
+        "65536",
+    ]
 
 
 if __name__ == "__main__":

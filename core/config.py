@@ -168,7 +168,7 @@ class EngineConfig(Section):
     )
     enable_log_requests: bool = Field(False, description="Log each request's sizes (never its text).")
     disable_log_stats: bool = Field(False, description="No periodic line of throughput.")
-    engine_stuck_timeout: Annotated[float, Field(gt=0)] = Field(
+    engine_stuck_timeout: Annotated[float, Field(ge=1)] = Field(  # an idle engine speaks twice a second
         300.0,
         description="Seconds without a finished step, or without a sign of life, after which the engine counts as stuck and "
         "/health answers 503.",

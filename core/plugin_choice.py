@@ -160,7 +160,7 @@ class Chooser:
             return suits.test(found.provider)
         except HotswapError:
             raise
-        except Exception as error:  # the test may run the plugin's code (detect, accepts); the plugin is named
+        except (Exception, SystemExit) as error:  # it may run the plugin's code; the plugin is named
             raise PluginError(f"{found.described} failed on {suits.what}: {root_cause(error)}") from error
 
     def _nothing_left(self, kind: Kind, op: str | None, suits: Suits | None, against: Sequence[str]) -> str:
@@ -173,7 +173,7 @@ class Chooser:
         answer."""
         try:
             reasons = found.provider.unavailable(context)
-        except Exception as error:  # third-party code may raise anything; the plugin is named
+        except (Exception, SystemExit) as error:  # third-party code may raise anything; the plugin is named
             logger.debug("%s: unavailable() raised", found.described, exc_info=True)
             raise PluginError(f"{found.described}: unavailable() failed: {root_cause(error)}") from error
         if isinstance(reasons, str) or not isinstance(reasons, Sequence):

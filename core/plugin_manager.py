@@ -306,7 +306,7 @@ class PluginManager:
             product = choice.provider.build(dataclasses.replace(context, options=choice.options))
         except HotswapError:
             raise  # written for the reader already
-        except Exception as error:  # third-party code may raise anything; the plugin is named, the cause kept
+        except (Exception, SystemExit) as error:  # third-party code may raise anything; it is named
             logger.debug("%s failed to build", choice.described, exc_info=True)
             raise PluginError(f"{choice.described} failed to build: {root_cause(error)}") from error
         wanted = kind_row(choice.kind).product_class(choice.op)

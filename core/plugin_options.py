@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AliasChoices, AliasPath, BaseModel, ValidationError
 
 from .errors import PluginError
 from .plugin_registry import Registered
@@ -28,7 +28,7 @@ def validated_options(found: Registered, options: Mapping[str, Any], where: str)
     except ValidationError as error:
         faults = "; ".join(describe_fault(fault, model) for fault in error.errors(include_url=False))
         raise PluginError(f"{found.described}: {faults} ({where})") from error
-    except Exception as error:  # a validator of the plugin's own may raise anything; the plugin is named
+    except (Exception, SystemExit) as error:  # a validator of the plugin's own may raise anything; the plugin is named
         raise PluginError(
             f"{found.described} failed to check its options: {type(error).__name__}: {error} ({where})"
         ) from error
@@ -49,10 +49,13 @@ def unknown_option(model: type[BaseModel], given: Mapping[str, Any]) -> tuple[st
 def _option_names(model: type[BaseModel]) -> Iterator[str]:
     by_name = model.model_config.get("populate_by_name") or model.model_config.get("validate_by_name")
     for name, info in model.model_fields.items():
-        if info.alias is None or by_name:
+        spelled = info.validation_alias
+        if spelled is None or by_name:
             yield name
-        if info.alias is not None:
-            yield info.alias
+        for choice in spelled.choices if isinstance(spelled, AliasChoices) else [spelled]:
+            first = choice.path[0] if isinstance(choice, AliasPath) else choice
+            if isinstance(first, str):
+                yield first
 
 
 def describe_fault(fault: Any, model: type[BaseModel], noun: str = "option") -> str:

@@ -229,7 +229,7 @@ def _call_hook(implementation: Callable[[], Any], kind: Kind, origin: Origin) ->
     try:
         result = implementation()
         offered = [result] if isinstance(result, Provider) else list(_iterable(result))
-    except Exception as error:  # third-party code may raise anything; the cause is reported by name
+    except (Exception, SystemExit) as error:  # third-party code may raise anything; the cause is reported by name
         logger.debug("%s: %s raised", origin.described, kind.hook, exc_info=True)
         raise PluginError(f"{origin.described}: {kind.hook}() failed: {root_cause(error)}") from error
     for provider in offered:

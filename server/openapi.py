@@ -78,7 +78,17 @@ def _schemas(table: Iterable[Endpoint], allow_unknown: bool) -> dict[str, Any]:
     schemas: dict[str, Any] = dict(sorted(shared["$defs"].items()))
     for model in read:
         _complete_request(model, schemas[model.__name__], allow_unknown)
+    for schema in schemas.values():
+        for member in schema.get("properties", {}).values():
+            if member.get("default", 0) is None and not _admits_null(member):
+                del member["default"]  # the model's own sign of absence, no value that may be sent
     return schemas
+
+
+def _admits_null(schema: dict[str, Any]) -> bool:
+    return any(
+        member.get("type") == "null" or None in member.get("enum", ()) for member in schema.get("anyOf", [schema])
+    )
 
 
 def _name(model: type[BaseModel]) -> str:

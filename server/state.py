@@ -83,6 +83,8 @@ class ServerState:
             return self.model_names[0]
         if name not in self.model_names:
             served = ", ".join(repr(known) for known in self.model_names)
+            if public_text(served) != served:  # a path: an error cannot say it in whole
+                served = "one that is named by its path; the list of models (v1/models) has the name"
             raise RequestError(
                 f"this model is not served here; there is {served}", param="model", code="model_not_found", status=404
             )

@@ -81,7 +81,7 @@ class EngineAdmin:
         self._manager.adopt(choice)
         if victim_choice is not None:
             self._manager.adopt(victim_choice)
-        self.info.uses_priority = policy.uses_priority
+        self.info.uses_priority = bool(policy.uses_priority)  # the plugin's own word: another type would not decode
         self.info.inventory = self._inventory()
         self.info_changed = True
         victim_name = self._manager.chosen["victim", None].name

@@ -17,6 +17,7 @@ import msgspec
 from ..clock import Clock, SystemClock
 from ..compatibility import refuse_incompatible
 from ..config import EngineConfig
+from ..contracts.kinds import KINDS
 from ..contracts.loader import Checkpoint, Loader, LoaderContext
 from ..contracts.platform import PlatformContext, PlatformProvider
 from ..contracts.provider import DeviceInfo
@@ -87,7 +88,7 @@ def make_manager(config: EngineConfig, builtins: tuple[str, ...], source: str = 
 def refuse_combinations(manager: PluginManager, config: EngineConfig) -> None:
     """What the plugins forbid, as far as it can be told before a device is opened: of what the operator named, the policy
     and its victim rule. Raises UsageError or PluginError. The engine asks again when every choice is made."""
-    plugins = {(item.kind, item.name) for item in manager.selections if item.kind is not None and item.name != AUTO}
+    plugins = {(kind, found.name) for kind in KINDS for found in manager.named(kind) if found.name != AUTO}
     context = _loader_context(config)
     for kind in ("policy", "victim"):
         choice = manager.preview(kind, context)

@@ -369,7 +369,7 @@ class EngineBuilder:
             device=self._device.name,
             inventory=[msgspec.to_builtins(row) for row in self._manager.inventory(self._context(BuildContext))],
             startup_seconds={name: round(seconds, 3) for name, seconds in self._seconds.items()},
-            uses_priority=mechanism.policy.uses_priority,
+            uses_priority=bool(mechanism.policy.uses_priority),
         )
 
 

@@ -87,7 +87,7 @@ class EngineCore:
         try:
             self._check_numbers(message)
             asked = message.sampling.logits_processors
-            message.sampling.logits_processors = self._processors.check(asked, for_wire=False)
+            message.sampling.logits_processors = self._processors.check(asked)
             self.mechanism.add(request)
         except RequestError as error:
             return RequestUpdate(
@@ -200,11 +200,18 @@ class EngineCore:
 
     def set_policy(self, policy: Policy, victim: VictimRule | None = None) -> None:
         """Swaps the policy between two steps, and the victim rule when one is given. What runs or is in flight goes on; what
-        waits is pushed into the new policy. Whatever that one raises comes through, and then nothing has changed."""
-        self.mechanism.policy = policy
-        self.scheduler.policy = policy
-        if victim is not None:
-            self.scheduler.victim = victim
+        waits is pushed into the new policy. Whatever that one or the scheduler raises comes through, and then nothing has
+        changed."""
+        scheduler = self.scheduler
+        before = scheduler.policy, scheduler.victim
+        try:
+            scheduler.policy = policy
+            if victim is not None:
+                scheduler.victim = victim
+            self.mechanism.policy = policy  # last: it happens as a whole or not at all
+        except BaseException:
+            scheduler.policy, scheduler.victim = before
+            raise
         self._num_idle_turns = 0
         self._has_insisted = False
 

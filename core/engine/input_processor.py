@@ -130,13 +130,13 @@ class InputProcessor:
                 f"min_tokens ({params.min_tokens}) must not be larger than the {max_tokens} tokens that can be produced",
                 param="min_tokens",
             )
+        self._processors.check(params.logits_processors)  # they travel as they were asked, and are checked there again
         filled = params.clone(
             max_tokens=max_tokens,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             eos_token_ids=list(self._eos_token_ids),
             bad_words_token_ids=self._bad_words(params.bad_words),
             truncate_prompt_tokens=None,
-            logits_processors=self._processors.check(params.logits_processors, for_wire=True),
         )
         filled.check_token_ids(self._info.logits_width)
         return filled

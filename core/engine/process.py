@@ -218,8 +218,8 @@ def main() -> int:
     except HotswapError as error:
         logger.debug("%s", traceback.format_exc())
         return _die(link, str(error), error.exit_code)  # the front end prints it
-    except BaseException as error:  # noqa: BLE001  # whatever it was must reach the front end
-        traceback.print_exc()
+    except BaseException as error:  # whatever it was must reach the front end
+        logger.error("the engine cannot start", exc_info=error)
         return _die(link, root_cause(error))
     return _serve(setup, link, manager, engine, parent)
 
@@ -236,10 +236,9 @@ def _serve(
     try:
         loop.run()
         engine.core.shutdown()
-    except BaseException as error:  # noqa: BLE001  # the loop's last frame: the front end must learn why it ended
-        traceback.print_exc()
+    except BaseException as error:  # the loop's last frame: the front end must learn why it ended
         cause = describe_fault(error, manager.owner_of(error))
-        logger.error("the engine stops: %s", cause)
+        logger.error("the engine stops: %s", cause, exc_info=error)
         heartbeat.stop()
         return _die(link, cause, farewell=engine.core.close_observers)
     heartbeat.stop()

@@ -37,16 +37,15 @@ class RequestProcessors:
                 found[registered.name] = model
         return cls(found)
 
-    def check(self, asked: Mapping[str, Any], *, for_wire: bool) -> dict[str, dict[str, Any]]:
-        """The arguments with defaults filled, as plain values. for_wire: spelled as a request spells them, to be checked
-        again; else by the model's own names. Raises RequestError (400) naming what is wrong and what there is."""
-        if not asked:
-            return {}
+    def check(self, asked: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """The arguments by the model's own names with defaults filled, as plain values: what a processor is given. They
+        are not to be checked again, as a model need not take what it gives: what travels is what was asked. Raises
+        RequestError (400) naming what is wrong and what there is."""
         if not isinstance(asked, Mapping):
             raise RequestError(f'{PARAM} must be an object: {{"NAME": {{...arguments}}}}', param=PARAM)
-        return {str(name): self._checked(name, given, for_wire) for name, given in asked.items()}
+        return {str(name): self._checked(name, given) for name, given in asked.items()}
 
-    def _checked(self, name: Any, given: Any, for_wire: bool) -> dict[str, Any]:
+    def _checked(self, name: Any, given: Any) -> dict[str, Any]:
         model = self._arguments.get(name) if isinstance(name, str) else None
         if model is None:
             allowed = ", ".join(sorted(self._arguments)) or "none"
@@ -62,13 +61,11 @@ class RequestProcessors:
             raise RequestError(f"{PARAM}: {name!r} has no argument {wrong} (arguments: {known})", param=PARAM)
         try:
             checked = model.model_validate(dict(given))
-            return checked.model_dump(mode="json", by_alias=for_wire)
+            return checked.model_dump(mode="json")
         except ValidationError as error:
             faults = "; ".join(describe_fault(fault, model, "argument") for fault in error.errors(include_url=False))
             raise RequestError(f"{PARAM}: {name!r}: {faults}", param=PARAM) from error
-        except (
-            Exception
-        ) as error:  # a validator of the plugin's own may raise anything; it is this request's fault to bear
+        except Exception as error:  # a validator of the plugin's own may raise anything; it ends this request only
             raise RequestError(
                 f"{PARAM}: {name!r} failed to check its arguments: {type(error).__name__}", param=PARAM, status=500
             ) from error

@@ -10,6 +10,7 @@ from ..clock import SystemClock
 from ..config import EngineConfig
 from ..contracts.provider import DeviceInfo
 from ..contracts.tool_parser import (
+    ToolCallDelta,
     ToolCallStream,
     ToolParser,
     ToolParserContext,
@@ -57,13 +58,14 @@ class GuardedToolParser(ToolParser):
 
     def stream(self, tool_names: frozenset[str]) -> ToolCallStream:
         stream = _guarded(self._described, lambda: self._parser.stream(tool_names), ToolCallStream)
-        return _GuardedStream(stream, self._described)
+        return _GuardedStream(stream, self._described, tool_names)
 
 
 class _GuardedStream(ToolCallStream):
-    def __init__(self, stream: ToolCallStream, described: str) -> None:
+    def __init__(self, stream: ToolCallStream, described: str, tool_names: frozenset[str]) -> None:
         self._stream = stream
         self._described = described
+        self._tool_names = tool_names
         self._num_calls = 0
 
     def feed(self, text: str) -> ToolParserOutput:
@@ -73,12 +75,29 @@ class _GuardedStream(ToolCallStream):
         return self._checked(_guarded(self._described, self._stream.finish, ToolParserOutput))
 
     def _checked(self, output: ToolParserOutput) -> ToolParserOutput:
-        """What is sent to a client names every call exactly once, before anything else of it."""
+        """What is sent to a client names every call exactly once, before anything else of it, and only tools of its
+        own."""
+        if not isinstance(output.content, str) or not isinstance(output.calls, list):
+            _fail(self._described, "gave content that is no text, or calls that are no list")
         for call in output.calls:
+            if not _is_piece(call):
+                _fail(self._described, f"gave a {type(call).__name__} that is no piece of a call")
+            if call.name is not None and call.name not in self._tool_names:
+                _fail(self._described, "gave a call of a tool that the request did not offer")
             if (call.index == self._num_calls) != (call.name is not None) or not 0 <= call.index <= self._num_calls:
                 _fail(self._described, "gave a call's name never, twice, or out of order")
             self._num_calls += call.name is not None
         return output
+
+
+def _is_piece(call: Any) -> bool:
+    """Whether a plugin's delta has the types that it should have."""
+    return (
+        isinstance(call, ToolCallDelta)
+        and isinstance(call.index, int)
+        and isinstance(call.name, str | None)
+        and isinstance(call.arguments, str)
+    )
 
 
 def _guarded(described: str, work: Callable[[], T], wanted: type[Any]) -> T:

@@ -39,7 +39,7 @@ class AbortRequests(msgspec.Struct, tag="abort"):
 class Call(msgspec.Struct, tag="call"):
     """An administrative call, answered by a Reply with the same id:
 
-    "reset_prefix_cache" -> bool; "stats" -> EngineStats; "check_integrity" -> None;
+    "reset_prefix_cache" -> bool; "stats" -> EngineStats; "check_integrity" -> True;
     "set_policy" (name, options) -> {"policy", "distribution", "version", "victim"}; "inventory" -> rows.
     """
 

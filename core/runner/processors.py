@@ -111,9 +111,9 @@ class ProcessorChain:
                 self._tell(i, BatchUpdate(removed=tuple(changes.removed)))
             # One call for each: what it raises is then about that request.
             for added in changes.added:
-                fault = self._tell(i, BatchUpdate(added=(added,)))
-                if fault is not None:
-                    self._fail(added.request_id, fault)
+                error = self._tell(i, BatchUpdate(added=(added,)))
+                if error is not None:
+                    self._fail(added.request_id, i, error)
                     self._served[added.request_id] = tuple(n for n in self._served[added.request_id] if n != i)
 
     def group(
@@ -176,31 +176,34 @@ class ProcessorChain:
         for place, request_id in enumerate(rows.request_ids):
             part = given[place : place + 1].clone()
             row = _one_row(rows, place)
-            fault = self._guarded(number, "apply", lambda part=part, row=row: processor.apply(part, row))  # type: ignore[misc]
-            if fault is not None:
-                self._fail(request_id, fault)
+            error = self._guarded(number, "apply", lambda part=part, row=row: processor.apply(part, row))  # type: ignore[misc]
+            if error is not None:
+                self._fail(request_id, number, error)
                 part = given[place : place + 1]
             parts.append(part)
         return torch.cat(parts)
 
-    def _tell(self, number: int, update: BatchUpdate) -> str | None:
+    def _tell(self, number: int, update: BatchUpdate) -> Exception | None:
         processor = self._active[number].processor
         return self._guarded(number, "update_batch", lambda: processor.update_batch(update))
 
-    def _guarded(self, number: int, what: str, call: Callable[[], None]) -> str | None:
-        """Calls a plugin; what it raised in one line, None when it did not."""
+    def _guarded(self, number: int, what: str, call: Callable[[], None]) -> Exception | None:
+        """Calls a plugin; what it raised. The log has the first traceback of each kind of call."""
         try:
             call()
         except Exception as error:  # a plugin may raise anything; the fault is its requests', not the engine's
-            described = self._active[number].described
             if (number, what) not in self._logged:
                 self._logged.add((number, what))
-                logger.warning("%s: %s() raised; its requests end with an error", described, what, exc_info=True)
-            return f"{described} failed: {type(error).__name__}: {error}"
+                logger.warning("%s: %s() raised", self._active[number].described, what, exc_info=True)
+            return error
         return None
 
-    def _fail(self, request_id: int, fault: str) -> None:
-        self.failures.setdefault(request_id, fault)
+    def _fail(self, request_id: int, number: int, error: Exception) -> None:
+        """The client is told who failed. What was said then can hold anything, other requests' data too: that is for the
+        log."""
+        described = self._active[number].described
+        logger.warning("request %d ends: %s: %s: %s", request_id, described, type(error).__name__, error)
+        self.failures.setdefault(request_id, f"{described} failed on this request; the engine's log says why")
 
 
 def _one_row(rows: LogitsRows, place: int) -> LogitsRows:

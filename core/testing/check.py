@@ -13,20 +13,27 @@ import importlib.util
 import itertools
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import pluggy
+
 from ..contracts.provider import Provider
 from ..errors import UsageError
+from .limits import TookTooLong, time_limit
 
 if TYPE_CHECKING:
     import pytest
 
+_pytest_hook = pluggy.HookimplMarker("pytest")  # pytest itself is imported when a suite runs
+
 Outcome = Literal["passed", "failed", "skipped"]
 
 _NEEDED = ("pytest", "hypothesis")
+CHECK_SECONDS = 120.0  # a check that is not done by then has failed; ten times as long when examples are made small
+HURRIED_SECONDS = 10.0  # for those after it: what hangs in one hangs in many
 _ENVIRONMENT = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTEST_PLUGINS": ""}
 _TEST_FILE = """\
 from hotswap.core.testing.check import take_pending
@@ -99,7 +106,7 @@ def run_suite(
     if kind not in KINDS:
         raise UsageError(f"unknown plugin kind {kind!r}{nearest(kind, KINDS)} (kinds: {', '.join(KINDS)})")
     attributes = {"plugin": plugin, "name": name, "op": op, "options": dict(options or {}), "shrink": shrink}
-    recorder = _Recorder(listener)
+    recorder = _Recorder(listener, CHECK_SECONDS * (10 if shrink else 1))
     ticket = next(_tickets)
     _pending[ticket] = (kind, attributes)
     try:
@@ -133,8 +140,9 @@ _tickets = itertools.count()
 class _Recorder:
     """A pytest plugin that fills a Report."""
 
-    def __init__(self, listener: CheckListener | None) -> None:
+    def __init__(self, listener: CheckListener | None, seconds: float) -> None:
         self.report = Report()
+        self._seconds = seconds
         self._listener = listener
         self._total = 0
         self._started = 0
@@ -153,6 +161,16 @@ class _Recorder:
         if self._listener is not None:
             self._listener.started(_check_name(nodeid), self._started, self._total)
         self._started += 1
+
+    @_pytest_hook(wrapper=True)
+    def pytest_pyfunc_call(self) -> Generator[None, object, object]:
+        """No check goes on for ever."""
+        try:
+            with time_limit(self._seconds):
+                return (yield)
+        except TookTooLong:
+            self._seconds = min(self._seconds, HURRIED_SECONDS)
+            raise
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
@@ -183,7 +201,7 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     kind, colon, message = first.partition(": ")
     if colon and " " not in kind:
         kind = kind.rpartition(".")[2]
-        return message if kind in ("AssertionError", "Failed", "PluginError") else f"{kind}: {message}"
+        return message if kind in ("AssertionError", "Failed", "PluginError", "TookTooLong") else f"{kind}: {message}"
     return first
 
 

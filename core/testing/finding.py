@@ -17,7 +17,12 @@ OBJECT_VERSION = "under test"
 
 
 def origin_of(plugin: str) -> Origin:
-    """Raises PluginError when a file is not there."""
+    """Raises PluginError when a file is not there, and UsageError for an object in place of its name."""
+    if not isinstance(plugin, str):
+        raise UsageError(
+            f"`plugin` is {plugin!r:.80}: write the name of the plugin's module as a string, such as "
+            f"{getattr(plugin, '__name__', 'hotswap_mine')!r}, or give a Provider"
+        )
     if plugin.endswith(".py"):
         return file_origin(plugin)
     module, colon, attribute = plugin.partition(":")

@@ -9,8 +9,7 @@ Every schedule and every confirmation is followed by an audit of blocks and coun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,7 +113,6 @@ class SchedulingHarness:
         self.confirmed: dict[int, EndedRequest] = {}
         self.ended: dict[int, EndedRequest] = {}
         self.plans: list[StepPlan] = []
-        self.faulty = False  # something raised: what comes after says nothing any more
         self._script = script
         self._first: tuple[int, int, int] = (-1, -1, -1)  # first running request, its tokens, its preemptions
         self._num_idle_confirmations = 0
@@ -126,33 +124,30 @@ class SchedulingHarness:
         self.confirmed[request.request_id] = EndedRequest()
 
     def abort(self, request_id: int) -> None:
-        with self._noting_fault():
-            self.mechanism.abort(request_id)
-            self._audit()
+        self.mechanism.abort(request_id)
+        self._audit()
 
     def schedule(self) -> StepPlan | None:
         """Plans and executes one step, if there is room in the pipeline and something to do."""
         if self.executor.num_in_flight >= self.max_steps_in_flight:
             return None
-        with self._noting_fault():
-            plan = self.scheduler.schedule()
-            if plan is not None:
-                self.executor.execute(plan)
-                self.executor.sample(plan, None)
-                self.plans.append(plan)
-            self._take(self.mechanism.take_updates())
-            self._audit()
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.executor.execute(plan)
+            self.executor.sample(plan, None)
+            self.plans.append(plan)
+        self._take(self.mechanism.take_updates())
+        self._audit()
         return plan
 
     def confirm(self) -> list[RequestUpdate]:
         """Confirms the oldest step in flight, if there is one."""
         if self.executor.num_in_flight == 0:
             return []
-        with self._noting_fault():
-            updates = self.scheduler.update(self.executor.next_result())
-            self._take(updates)
-            self._audit()
-            self._watch_progress()
+        updates = self.scheduler.update(self.executor.next_result())
+        self._take(updates)
+        self._audit()
+        self._watch_progress()
         return updates
 
     def step(self) -> list[RequestUpdate]:
@@ -201,14 +196,6 @@ class SchedulingHarness:
             if tokens[-1] in stops and len(tokens) >= sampling.min_tokens:
                 break
         return tokens
-
-    @contextmanager
-    def _noting_fault(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.faulty = True
-            raise
 
     def _take(self, updates: list[RequestUpdate]) -> None:
         for update in updates:

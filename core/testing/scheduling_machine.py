@@ -5,6 +5,7 @@ tokens. The scripted executor checks each plan as a device would feel it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -35,7 +36,37 @@ def script(request_id: int, index: int) -> int:
     return (request_id % 3 + index * index) % 7
 
 
-class SchedulingMachine(RuleBasedStateMachine):
+def serve_under_pressure(make_scheduler: MakeScheduler, policy: Policy, victim: VictimRule) -> None:
+    """Four requests in blocks for not quite two: some must yield, more than once, and each ends with its own tokens.
+    Raises SchedulingFault, AssertionError, and whatever the pieces raise.
+    """
+    harness = SchedulingHarness(
+        lambda mechanism: make_scheduler(mechanism, policy, victim), policy, num_blocks=8, enable_prefix_caching=False
+    )
+    for number in range(4):
+        harness.add(fake_request(number, [number] * 4, max_tokens=16))
+    harness.drain(max_turns=2000)
+    for number, ended in harness.ended.items():
+        if ended.finish_reason != "error":  # a policy may refuse
+            assert ended.token_ids == harness.expected_tokens(number), f"request {number} has other tokens than its own"
+
+
+class Machine(RuleBasedStateMachine):
+    """A state machine whose `teardown`, which runs in any case, can tell whether a rule has raised: what it would find out
+    after that would only hide the cause.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._outside = sys.exc_info()[1]
+
+    @property
+    def has_failed(self) -> bool:
+        """To be asked in `teardown`."""
+        return sys.exc_info()[1] is not self._outside
+
+
+class SchedulingMachine(Machine):
     """Subclass it with what is under test; whatever is not takes part in its plainest form.
 
     schedulers, policies, victims: factories; one of each is drawn for a run, and a policy again at each swap.
@@ -175,7 +206,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         self.harness.scheduler.policy = fresh
 
     def teardown(self) -> None:
-        if not hasattr(self, "harness") or self.harness.faulty:
+        if self.has_failed or not hasattr(self, "harness"):
             return
         harness = self.harness
         harness.drain(max_turns=3000)

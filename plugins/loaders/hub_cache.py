@@ -142,8 +142,8 @@ def _shards(snapshot: Path) -> list[str]:
         if index.stat().st_size > _MAX_INDEX_BYTES:
             return []
         content = json.loads(index.read_text(encoding="utf-8"))
-        return sorted(set(content["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return sorted({str(shard) for shard in content["weight_map"].values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
 
 

@@ -57,11 +57,11 @@ class HubSource(Source):
 
     def _list_files(self, repository: str, revision: str | None) -> list[str] | None:
         """The repository's files, or None when the hub cannot be reached."""
-        import httpx
         from huggingface_hub import HfApi
         from huggingface_hub.errors import (
             GatedRepoError,
             HfHubHTTPError,
+            HTTPError,  # of the HTTP library that this version of the hub's library uses: there have been three
             RepositoryNotFoundError,
             RevisionNotFoundError,
         )
@@ -76,10 +76,10 @@ class HubSource(Source):
             ) from None
         except RevisionNotFoundError:
             raise ModelLoadError(f"{repository}: has no revision {revision!r}") from None
-        except (ConnectionError, httpx.TransportError):
-            return None
         except HfHubHTTPError as error:
             raise ModelLoadError(f"{repository}: the hub answered {error.response.status_code}") from error
+        except (OSError, HTTPError):
+            return None
         return [sibling.rfilename for sibling in info.siblings or ()]
 
     def _cached(self, model: str, repository: str, file: str, revision: str | None) -> Path:
@@ -99,9 +99,8 @@ class HubSource(Source):
         local_only: bool,
         report: Report | None = None,
     ) -> Path:
-        import httpx
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 
         try:
             folder = snapshot_download(
@@ -117,7 +116,7 @@ class HubSource(Source):
                 f"{model}: the hub cannot be reached and the model is not in its cache; "
                 "give a local path, or go online (is HF_HUB_OFFLINE set?)"
             ) from None
-        except (HfHubHTTPError, ConnectionError, httpx.HTTPError, OSError) as error:
+        except (HTTPError, OSError) as error:
             raise ModelLoadError(f"{model}: the download failed: {_first_line(error)}") from error
         return Path(folder)
 

@@ -125,8 +125,9 @@ class _Stream:
         if event.usage is not None:
             self._usage = event.usage
         tokens = self._tokens_of(event)
-        if event.text or event.token_ids:
-            record.chunks.append(Chunk(now, tokens))
+        if event.text or event.token_ids or tokens:
+            if tokens != 0 or not record.chunks:  # else it is text that was held back, of tokens that have been counted
+                record.chunks.append(Chunk(now, tokens or 0))
             self._text.append(event.text)
             record.end = now
         if event.token_ids is not None:
@@ -138,13 +139,13 @@ class _Stream:
             if not record.chunks:  # an answer without text: its end is the first that was seen of it
                 record.chunks.append(Chunk(now, 0))
 
-    def _tokens_of(self, event: Event) -> int:
-        """Output tokens that this chunk brought, as its ids or a usage that goes on say; 0 when neither does."""
+    def _tokens_of(self, event: Event) -> int | None:
+        """Output tokens that this chunk brought, as its ids or a usage that goes on say; None when neither does."""
         total = event.usage.get("completion_tokens") if event.usage is not None else None
         if event.token_ids:
             return len(event.token_ids)
         if not isinstance(total, int) or not event.has_choice:
-            return 0
+            return None
         new, self._counted = total - self._counted, total
         return max(0, new)
 

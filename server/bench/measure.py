@@ -182,7 +182,8 @@ class Summary:
     """Rates are over `duration`: first request sent to last answer ended. Tokens are those of answers that came whole.
 
     start_delay: sent less due; the client's own, and that of --max-concurrency. chunks_with_several: share of the chunks
-    that brought more than one token, as far as known from the counts; None when nothing is known.
+    that brought more than one token, as far as known from the counts; None when nothing is known. chunk_counts_known: of
+    every chunk it is known how many tokens it brought: ITL is then between tokens.
     """
 
     num_requests: int
@@ -202,6 +203,7 @@ class Summary:
     achieved_rate: float | None
     counted_by: dict[str, int]
     chunks_with_several: float | None
+    chunk_counts_known: bool
     ttft: Distribution | None
     tpot: Distribution | None
     itl: Distribution | None
@@ -243,6 +245,7 @@ def summarize(records: Sequence[RequestRecord], slo: Slo | None = None) -> Summa
         achieved_rate=(len(sent) - 1) / span if span > 0 else None,
         counted_by=dict(Counter(record.counted_by for record in good)),
         chunks_with_several=_share_of_merged_chunks(good),
+        chunk_counts_known=all(chunk.tokens for record in good for chunk in record.chunks),
         ttft=distribution(value for r in good if (value := ttft(r)) is not None),
         tpot=distribution(value for r in good if (value := tpot(r)) is not None),
         itl=distribution(value for record in good for value in itls(record)),

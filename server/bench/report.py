@@ -59,6 +59,7 @@ def document(
         "results": dataclasses.asdict(summary),
         "client": dataclasses.asdict(run.health),
         "timeline": dataclasses.asdict(line) if line is not None else None,
+        "interrupted": run.interrupted,
         "notes": list(notes),
         "warnings": list(warnings),
     }
@@ -140,14 +141,23 @@ def find_warnings(workload: Workload, summary: Summary, health: ClientHealth, *,
             f"{summary.counted_by['chunks']} answers came without a usage: their chunks were counted as tokens, and prompt "
             "lengths are the planned ones"
         )
-    if summary.chunks_with_several is not None and summary.chunks_with_several > 1 - SLOW_SHARE:
+    several = summary.chunks_with_several
+    if several is not None and several > 1 - SLOW_SHARE and not summary.chunk_counts_known:
         found.append(
-            f"{summary.chunks_with_several:.0%} of the chunks brought more than one token: without counts for each chunk "
+            f"{several:.0%} of the chunks brought more than one token: without counts for each chunk "
             "(--chunk-usage), ITL is the time between chunks; TPOT is not affected"
         )
     if 0 < summary.num_completed < FEW_REQUESTS:
         found.append(f"p99 of {summary.num_completed} requests is little more than their maximum")
     return found
+
+
+def interruption(ended: int, planned: int) -> str:
+    """The first thing that the reader must know of a run that was stopped."""
+    return (
+        f"interrupted: the figures are of the {ended} of {planned} requests that had ended by then; those in flight, "
+        "the longest among them, are left out"
+    )
 
 
 def client_was_the_limit(summary: Summary, health: ClientHealth) -> str | None:

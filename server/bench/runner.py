@@ -40,11 +40,13 @@ class ClientHealth:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """records: by index. started: seconds since the epoch."""
+    """records: by index. started: seconds since the epoch. interrupted: it was stopped, and only what had ended by then is
+    there."""
 
     records: list[RequestRecord]
     health: ClientHealth
     started: float
+    interrupted: bool = False
 
 
 @dataclass(slots=True)
@@ -72,6 +74,8 @@ class Runner:
         )
         self._ready: dict[int, Prompt] = {}
         self._answers: dict[str, _Answer] = {}
+        self._sending: asyncio.Task[None] | None = None
+        self._stopped = False
         self.progress = Progress(len(workload.requests))
 
     async def prepare(self) -> None:
@@ -92,6 +96,29 @@ class Runner:
         watch = asyncio.create_task(_watch_lag(lags), name="loop-lag")
         cpu, started = time.process_time(), time.time()
         tasks: list[asyncio.Task[RequestRecord]] = []
+        self._sending = asyncio.create_task(self._send_all(tasks, clock), name="sending")
+        try:
+            await self._sending
+        except asyncio.CancelledError:
+            if not self._stopped:
+                raise
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+        records = [task.result() for task in tasks if not task.cancelled()]
+        health = ClientHealth(distribution(lags), (time.process_time() - cpu) / max(clock(), 1e-9))
+        return Run(records, health, started, self._stopped)
+
+    def stop(self) -> bool:
+        """Ends the run early: nothing more is sent, and requests in flight are given up. False when nothing was sent yet."""
+        if self._sending is None:
+            return False
+        self._stopped = not self._sending.done()
+        self._sending.cancel()
+        return True
+
+    async def _send_all(self, tasks: list[asyncio.Task[RequestRecord]], clock: Clock) -> None:
+        """Puts a task into `tasks` for each request that is due, and waits for all of them."""
         try:
             async with (
                 asyncio.TaskGroup() as group
@@ -103,12 +130,6 @@ class Runner:
                     tasks.append(group.create_task(self._one(request, before, answered, clock)))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        finally:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
-        records = [task.result() for task in tasks]
-        health = ClientHealth(distribution(lags), (time.process_time() - cpu) / max(clock(), 1e-9))
-        return Run(records, health, started)
 
     def _neighbours(self, request: PlannedRequest) -> tuple[_Answer | None, _Answer | None]:
         """(what the request waits for, what its conversation's next turn will wait for)"""

@@ -83,6 +83,11 @@ class Workload:
         requests = tuple(dataclasses.replace(request, arrival=0.0) for request in self.requests)
         return dataclasses.replace(self, requests=requests, has_arrivals=False)
 
+    def only(self, indices: Iterable[int]) -> Workload:
+        """Those of the requests that have one of these indices."""
+        wanted = set(indices)
+        return dataclasses.replace(self, requests=tuple(r for r in self.requests if r.index in wanted))
+
 
 def mean_rate(times: Sequence[float]) -> float | None:
     """Arrivals a second: gaps over the time they take. None for fewer than two arrivals, or all at one moment."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,10 +82,20 @@ def check_flags(arguments: argparse.Namespace) -> None:
         raise UsageError("--save-requests writes into --json FILE, which is not given")
     for name in ("json", "save_trace", "picture"):
         path = getattr(arguments, name)
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise UsageError(f"--{name.replace('_', '-')} {path}: there is no such folder")
+        if path is not None:
+            _check_output(f"--{name.replace('_', '-')} {path}", Path(path).absolute())
     if arguments.picture is not None:
         check_picture(Path(arguments.picture))
+
+
+def _check_output(what: str, path: Path) -> None:
+    """A run may take hours: that its result cannot be written is said before. Raises UsageError."""
+    if not path.parent.is_dir():
+        raise UsageError(f"{what}: there is no such folder")
+    if path.is_dir():
+        raise UsageError(f"{what}: this is a folder; a file is needed")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{what}: it cannot be written")
 
 
 def _refuse(arguments: argparse.Namespace, names: tuple[str, ...], why: str) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from ..bench.workload import Workload
 
 REDRAW_SECONDS = 0.2
+INTERRUPTED = 130  # the exit status of a command that SIGINT ended
 
 
 async def warm_up(target: Target, prompts: PromptMaker, workload: Workload | None, max_concurrency: int | None) -> None:
@@ -33,10 +37,33 @@ async def warm_up(target: Target, prompts: PromptMaker, workload: Workload | Non
         raise HotswapError(f"no request of the warm-up was answered: {record.error}: {record.error_detail}")
 
 
+@contextmanager
+def _stopped_by_interrupt(runner: Runner) -> Iterator[None]:
+    """The first Ctrl-C ends the run and keeps what was measured; the second one ends the command, as everywhere else."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        if not runner.stop():
+            raise KeyboardInterrupt
+
+    loop.add_signal_handler(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
 async def with_progress(runner: Runner, *, enabled: bool) -> Run:
-    """Runs, with a bar on standard error when that is a terminal."""
-    if not enabled or not sys.stderr.isatty():
-        return await runner.run()
+    """Runs, with a bar on standard error when that is a terminal. Ctrl-C ends the run early."""
+    with _stopped_by_interrupt(runner):
+        return await _with_bar(runner) if enabled and sys.stderr.isatty() else await runner.run()
+
+
+async def _with_bar(runner: Runner) -> Run:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
@@ -82,13 +109,18 @@ def publish(
     more_settings: Mapping[str, Any] | None = None,
 ) -> int:
     """The table on standard output, warnings on standard error, the files that were asked for. 1 when no request was
-    answered."""
+    answered, 130 when the run was interrupted: the figures are then of the requests that had ended by then."""
     from ..bench import report
     from ..bench.measure import parse_slo, summarize
     from ..bench.picture import draw
 
+    planned = len(workload.requests)
+    if run.interrupted:
+        workload = workload.only(record.index for record in run.records)
     summary = summarize(run.records, parse_slo(arguments.slo) if arguments.slo else None)
     warnings = report.find_warnings(workload, summary, run.health, exact_lengths=exact_lengths)
+    if run.interrupted:
+        warnings.insert(0, report.interruption(len(run.records), planned))
     notes = [*notes, *workload.notes]
     report.print_report(title, summary, workload, notes, engine)
     for warning in warnings:
@@ -111,6 +143,8 @@ def publish(
         draw(Path(arguments.picture), [result], [title], title)
     if arguments.save_trace is not None:
         _save_trace(Path(arguments.save_trace), workload, run)
+    if run.interrupted:
+        return INTERRUPTED
     return 0 if summary.num_completed else 1
 
 

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.url:
         raise UsageError("--url is needed: the address of the server to measure")
     check_flags(arguments)
+    if not 0 < arguments.timeout < math.inf:
+        raise UsageError(f"--timeout {arguments.timeout:g}: seconds above 0 are needed")
     extra = parse_extra_body(arguments.extra_body)
     workload = make_workload(arguments, arguments.seed)
     return asyncio.run(_measure(arguments, workload, extra))

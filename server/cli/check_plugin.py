@@ -91,6 +91,7 @@ class _Lines:
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
+        self._told: set[str] = set()
         self._progress = ProgressLine() if sys.stderr.isatty() else None
 
     def started(self, name: str, index: int, total: int) -> None:
@@ -99,9 +100,13 @@ class _Lines:
 
     def ended(self, name: str, outcome: Outcome, reason: str) -> None:
         self.close()
-        print(f"  {_MARKS[outcome]:<8} {_title(name)}{f': {reason}' if reason else ''}")
-        if outcome == "failed" and (rule := self._rule(name)):
-            print(f"           the rule: {rule}")
+        again = outcome == "failed" and reason in self._told
+        said = "the same as above" if again else reason
+        print(f"  {_MARKS[outcome]:<8} {_title(name)}{f': {said}' if said else ''}")
+        if outcome == "failed" and not again:
+            self._told.add(reason)
+            if rule := self._rule(name):
+                print(f"           the rule: {rule}")
         sys.stdout.flush()
 
     def close(self) -> None:

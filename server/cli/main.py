@@ -11,6 +11,7 @@ import difflib
 import importlib
 import itertools
 import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,11 +71,12 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit status; errors meant for the reader are printed in one line on stderr."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _replace_closed_streams()
     try:
         return _dispatch(words)
     except HotswapError as error:
         _trace_if_wanted(words)
-        print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        _say_error(words, " ".join(str(error).split()))
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -84,12 +86,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # a file that cannot be read or written, wherever: its name is all that the reader needs
         _trace_if_wanted(words)
         what = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
-        print(f"{PROGRAM}: error: {what}", file=sys.stderr)
+        _say_error(words, what)
         return 1
 
 
+def _say_error(words: Sequence[str], message: str) -> None:
+    """One line for people; with --log-format json one for machines, as all that such a server writes there."""
+    if not _was_given(words, "--log-format", "json"):
+        print(f"{PROGRAM}: error: {message}", file=sys.stderr)
+        return
+    from hotswap.core import logs
+
+    record = logging.LogRecord(PROGRAM, logging.ERROR, "", 0, message, None, None)
+    print(logs.JsonLines().format(record), file=sys.stderr)
+
+
+def _replace_closed_streams() -> None:
+    """Started with a standard stream closed (`>&-`), Python has None in its place, which every user of it would stumble
+    over: here and, since the lowest free descriptor is that of the stream, in the engine process, which inherits it."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8"))
+
+
 def _trace_if_wanted(words: Sequence[str]) -> None:
-    if _debug_wanted(words):
+    if _was_given(words, "--log-level", "debug"):  # whatever was parsed: errors also come before
         logging.basicConfig(level=logging.DEBUG)
         logging.getLogger(PROGRAM).debug("traceback of the error below", exc_info=True)
 
@@ -139,10 +162,10 @@ def _find(word: str, commands: Mapping[str, Command], above: str = "") -> Comman
     raise UsageError(f"unknown command {shown!r}{hint} (commands: {', '.join(commands)})")
 
 
-def _debug_wanted(words: Sequence[str]) -> bool:
-    """Whether --log-level debug was given: needed also for errors that occur before the flags are parsed."""
+def _was_given(words: Sequence[str], flag: str, value: str) -> bool:
+    """Whether a flag has this value, as far as can be told before the flags are parsed."""
     spelled = [word.replace("_", "-") for word in words]
-    return "--log-level=debug" in spelled or ("--log-level", "debug") in itertools.pairwise(spelled)
+    return f"{flag}={value}" in spelled or (flag, value) in itertools.pairwise(spelled)
 
 
 def _overview(program: str, description: str, commands: Mapping[str, Command]) -> str:

@@ -61,6 +61,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     settings = read_settings(arguments, EngineConfig)
     asked = settings.build(EngineConfig).log_level
+    if arguments.json and arguments.action is not None:
+        raise UsageError(f"--json is of the list of plugins; {arguments.action} has no such form")
     given = "log_level" in {**settings.config_file, **settings.command_line}
     configure_logging(asked if given else "warning")
     if arguments.action == "check":

@@ -1,10 +1,11 @@
-"""Progress of a start on standard error: one moving line on a terminal, one line a task elsewhere."""
+"""Progress of a start: one moving line on a terminal; one line a task on standard error elsewhere, or in the log."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 _INTERVAL_SECONDS = 0.1
 
@@ -12,9 +13,11 @@ _INTERVAL_SECONDS = 0.1
 class ProgressLine:
     """Callable as (what, done, total), from any thread; total 0 means unknown."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+        """say: takes each line instead of standard error."""
         self._lock = threading.Lock()
-        self._moving = sys.stderr.isatty()
+        self._say = say or _to_stderr
+        self._moving = say is None and sys.stderr.isatty()
         self._what = ""
         self._shown_at = 0.0
         self._width = 0
@@ -32,9 +35,9 @@ class ProgressLine:
                 text = f"{what} {100 * done // total:3d} %" if total else f"{what} ..."
                 sys.stderr.write("\r" + text.ljust(self._width))
                 self._width = len(text)
+                sys.stderr.flush()
             else:
-                sys.stderr.write(f"hotswap: {what}\n")
-            sys.stderr.flush()
+                self._say(what)
 
     def close(self) -> None:
         """Takes the moving line away."""
@@ -48,3 +51,8 @@ class ProgressLine:
             sys.stderr.write("\r" + " " * self._width + "\r")
             sys.stderr.flush()
             self._width = 0
+
+
+def _to_stderr(what: str) -> None:
+    sys.stderr.write(f"hotswap: {what}\n")
+    sys.stderr.flush()

@@ -54,10 +54,11 @@ def run(arguments: argparse.Namespace) -> int:
     engine_config = settings.build(EngineConfig)
     config = with_key_from_environment(settings.build(ServerConfig))
     logs.configure(engine_config.log_level, engine_config.log_format)
-    check_exposure(config)
+    in_json = engine_config.log_format == "json"
+    check_exposure(config, log.warning if in_json else _warn)
     refuse_incompatible(engine_config)  # before a port is taken and a process started
     listener = bind(config.host, config.port)
-    progress = ProgressLine()
+    progress = ProgressLine((lambda what: log.info("starting: %s", what)) if in_json else None)
     # The engine's start comes before the import of the HTTP side: the two then happen side by side.
     start = BackgroundStart(lambda: launch_engine(engine_config, settings.manager, progress))
     from ..serving import serve
@@ -97,7 +98,11 @@ def with_key_from_environment(config: ServerConfig) -> ServerConfig:
     return config.model_copy(update=update) if update else config
 
 
-def check_exposure(config: ServerConfig) -> None:
+def _warn(text: str) -> None:
+    print(f"hotswap: WARNING: {text}", file=sys.stderr, flush=True)
+
+
+def check_exposure(config: ServerConfig, warn: Callable[[str], None] = _warn) -> None:
     """Raises UsageError under --strict-auth when anybody who reaches the port could use the server; otherwise says so,
     loudly."""
     if config.api_key or is_loopback(config.host):
@@ -106,7 +111,7 @@ def check_exposure(config: ServerConfig) -> None:
     remedy = f"set --api-key or {API_KEY_VARIABLE}, or listen on 127.0.0.1"
     if config.strict_auth:
         raise UsageError(f"{danger}; {remedy}")
-    print(f"hotswap: WARNING: {danger}; {remedy}", file=sys.stderr, flush=True)
+    warn(f"{danger}; {remedy}")
 
 
 def _ready_lines(url: str, state: ServerState, engine: StartableEngine, seconds: float) -> str:

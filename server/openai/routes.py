@@ -11,7 +11,7 @@ from starlette.responses import Response
 from hotswap.core.errors import RequestError
 from hotswap.core.sampling_params import SamplingParams
 
-from ..json_body import read_json_object
+from ..json_body import parse_json_object, parsed, read_json_bytes
 from ..limits import is_valid_request_id
 from ..metrics import ServerMetrics
 from ..state import InFlight, ServerState
@@ -31,9 +31,12 @@ class Services:
     async def read(self, http: Request, model: type[ModelT]) -> ModelT:
         """The request's body, checked field by field. Raises RequestError, BodyRefused, EngineDeadError."""
         self.state.ready_engine()  # a server that cannot answer says so before it reads
-        body = await read_json_object(http, self.state.config.max_request_bytes)
+        config = self.state.config
+        body = await read_json_bytes(http, config.max_request_bytes)
         http.state.accepted.enter()
-        return parse_request(model, body, allow_unknown=self.state.config.allow_unknown_fields)
+        return await parsed(
+            lambda text: parse_request(model, parse_json_object(text), allow_unknown=config.allow_unknown_fields), body
+        )
 
     def generation(
         self,

@@ -87,5 +87,13 @@ class TestDummy(LoaderSuite):
         return path, None
 
 
+class TestDummyAsItIs(LoaderSuite):
+    """As `plugins check loader=dummy` runs it: over weights that it does not read."""
+
+    plugin = PROVIDERS
+    name = "dummy"
+    fuzz_cases = 20
+
+
 class TestExample(LoaderSuite):
     plugin = "hotswap.core.testing.templates.loader"

@@ -147,7 +147,8 @@ def test_an_observer_is_closed_when_the_parent_vanishes(model: str, tmp_path: Pa
 
 def test_a_start_that_fails_says_why_once(model: str, tmp_path: Path) -> None:
     code = "import sys; from hotswap.server.cli.main import main; sys.exit(main())"
-    serve = ["serve", model, "--port", "0", "--plugin", "observer=trace,path=/nonexistent/t", "--max-model-len", "64"]
+    path = tmp_path / "no such folder" / "t"
+    serve = ["serve", model, "--port", "0", "--plugin", f"observer=trace,path={path}", "--max-model-len", "64"]
     result = subprocess.run(
         [sys.executable, "-c", code, *serve],
         check=False,
@@ -157,6 +158,6 @@ def test_a_start_that_fails_says_why_once(model: str, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
     )
     assert result.returncode == PluginError.exit_code
-    assert result.stderr.count("cannot write /nonexistent/t") == 1, result.stderr
+    assert result.stderr.count(f"cannot write {path}") == 1, result.stderr
     assert "Traceback" not in result.stderr
     assert json.dumps(result.stdout) == '""'

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import hypothesis
+import jsonschema_rs
 import pytest
 import requests
 import schemathesis
@@ -112,6 +113,15 @@ def test_every_field_is_there_and_described(model: type[BaseModel], document: di
         assert schema["properties"][name].get("description"), name
     integers = [m for p in schema["properties"].values() for m in p.get("anyOf", [p]) if m.get("type") == "integer"]
     assert integers
+
+
+def test_defaults_are_values_that_may_be_sent(document: dict[str, Any]) -> None:
+    components = document["components"]
+    for name, schema in components["schemas"].items():
+        for field, member in schema.get("properties", {}).items():
+            if "default" in member:
+                validator = jsonschema_rs.validator_for({**member, "components": components})
+                assert validator.is_valid(member["default"]), f"{name}.{field}"
 
 
 def test_lists_are_complete_for_openai() -> None:

@@ -79,7 +79,12 @@ def test_package_is_complete(kind: str, packages: dict[str, Path]) -> None:
     assert f"--plugin {kind}={name}" in (folder / "README.md").read_text()
 
 
-@every_kind
+QUICK_KINDS = ("policy", "observer", "logits_processor", "tool_parser")  # the templates of all run in tests/conformance
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in QUICK_KINDS else pytest.param(kind, marks=pytest.mark.full) for kind in KINDS]
+)
 def test_check_passes(kind: str, packages: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     file = packages[kind] / "src" / f"hotswap_{name_of(kind)}.py"
     status = main(["plugins", "check", f"{kind}={name_of(kind)}", "--plugin", str(file)])

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
 from hotswap.core.contracts.plan import StepPlan
 from hotswap.core.contracts.policy import RequestView
@@ -16,6 +16,7 @@ from hotswap.core.errors import PlanError
 from hotswap.core.request import Request, Status
 from hotswap.core.scheduling.plan_builder import StepPlanBuilder
 from hotswap.core.testing.scheduling_harness import SchedulingFault, SchedulingHarness, fake_request
+from hotswap.core.testing.scheduling_machine import Machine
 from hotswap.core.testing.scripted_executor import IllegalPlanError
 from hotswap.plugins.schedulers.continuous_batching import ContinuousBatching
 from hotswap.plugins.schedulers.policies.fcfs import Fcfs
@@ -35,7 +36,7 @@ class Handed(Scheduler):
         return plan
 
 
-class PlanBuilderMachine(RuleBasedStateMachine):
+class PlanBuilderMachine(Machine):
     builder_class: type[StepPlanBuilder] = StepPlanBuilder
 
     @initialize(
@@ -221,7 +222,7 @@ class PlanBuilderMachine(RuleBasedStateMachine):
         assert snapshot() == before
 
     def teardown(self) -> None:
-        if not hasattr(self, "harness") or self.harness.faulty:
+        if self.has_failed or not hasattr(self, "harness"):
             return
         if self.builder is not None:
             self.build()

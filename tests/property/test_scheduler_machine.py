@@ -180,7 +180,7 @@ class WrongVictim(ContinuousBatching):
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (Overspending, "are left of the step"),
+        (Overspending, "are left of the step|have not ended"),
         (Unallocated, "KV blocks asked for"),
         (Twice, "is in this plan already"),
         (Starving, "does not get on|have not ended"),

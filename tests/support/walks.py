@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -54,7 +55,14 @@ class Shell:
         for path in (programs, packages, work):
             path.mkdir()
         self._program(programs / "hotswap", "from hotswap.server.cli import main\nsys.exit(main(sys.argv[1:]))")
-        install = ["install", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--target", str(packages)]
+        install = [
+            "install",
+            "--no-deps",
+            "--no-build-isolation",
+            "--disable-pip-version-check",
+            "--target",
+            str(packages),
+        ]
         wheel = ["wheel", "--no-build-isolation", "--disable-pip-version-check"]
         self._program(
             programs / "pip",
@@ -62,6 +70,10 @@ class Shell:
             f"sys.exit(main({{'install': {install}, 'wheel': {wheel}}}[sys.argv[1]] + sys.argv[2:]))",
         )
         (programs / "python").symlink_to(sys.executable)
+        # Copies: building a package leaves files beside its source.
+        shutil.copytree(
+            ROOT / "examples", folder / "hotswap" / "examples", ignore=shutil.ignore_patterns("*.egg-info", "build")
+        )
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -76,7 +88,7 @@ class Shell:
                 **os.environ,
                 "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
                 "PYTHONPATH": os.pathsep.join([*(path for path in sys.path if path), str(packages)]),
-                "HOTSWAP": str(ROOT),
+                "HOTSWAP": str(folder / "hotswap"),
                 "PORT": str(port),
                 "LC_ALL": "C",
                 "COLUMNS": "200",

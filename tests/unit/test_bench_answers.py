@@ -167,6 +167,22 @@ def test_usage_that_goes_on_tells_what_each_chunk_brought() -> None:
     assert [c.tokens for c in record.chunks] == [1, 3, 1] and record.output_tokens == 5
 
 
+def test_where_tokens_are_counted_a_chunk_is_what_brings_one() -> None:
+    """One without text (half of a character, say) does; text that was held back, of tokens before, does not."""
+    usages = [{"prompt_tokens": 9, "completion_tokens": count} for count in (0, 1, 2, 3)]
+    record = run(
+        [
+            chunk("", usage=usages[0]),  # the role, in chat
+            chunk("a", usage=usages[1]),
+            chunk("", usage=usages[2]),
+            chunk("é", usage=usages[3]),
+            chunk("held back", usage=usages[3], finish="length"),
+        ]
+    )
+    assert record.text == "aéheld back" and record.end == 5.0
+    assert [(c.time, c.tokens) for c in record.chunks] == [(2.0, 1), (3.0, 1), (4.0, 1)]
+
+
 def test_token_ids_tell_it_too() -> None:
     record = run(
         [chunk("a", token_ids=[5]), chunk("", token_ids=[6, 7]), chunk("b", token_ids=[8], finish="length"), DONE]

@@ -75,6 +75,10 @@ def test_guessed_counts_are_told() -> None:
     for record in merged:
         record.chunks = [Chunk(chunk.time, 0) for chunk in record.chunks]
     assert "more than one token" in warnings(merged, exact=False)
+    counted = records(output_tokens=10)
+    for record in counted:
+        record.chunks = [Chunk(chunk.time, 2) for chunk in record.chunks]
+    assert warnings(counted, exact=False) == ""  # ITL is right whatever was merged
     assert "p99 of 20 requests" in warnings(records(20), plan=workload(20))
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -156,3 +159,36 @@ def test_what_cannot_be_asked(flags: list[str], words: str, capsys: pytest.Captu
 def test_the_window_is_checked(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("--num-requests", "3", "--input-len", "250", "--output-len", "7")[0] == 2
     assert "window of 256 tokens" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_the_run_and_keeps_what_was_measured(
+    bench: Bench, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> None:
+        while len(engine.requests) < 20:
+            if ended.wait(0.005):
+                return
+        os.kill(os.getpid(), signal.SIGINT)
+
+    ended = threading.Event()
+    threading.Thread(target=interrupt).start()
+    status, found = bench(
+        "--paced", "--request-rate", "50", "--num-requests", "500", "--input-len", "20", "--output-len", "8"
+    )
+    ended.set()
+    assert status == 130 and found["interrupted"] and engine.state == "dead"
+    completed = found["results"]["num_completed"]
+    assert 1 <= completed < 100 and found["results"]["errors"] == {}
+    assert found["workload"]["num_requests"] == found["results"]["num_requests"] == completed
+    assert f"interrupted: the figures are of the {completed} of 500 requests" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--json", "--save-trace", "--picture"])
+def test_an_output_that_cannot_be_written_is_told_before_the_run(
+    flag: str, engine: FakeEngine, bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "folder.png"
+    folder.mkdir()
+    assert bench(flag, str(folder))[0] == 2
+    assert f"{flag} {folder}: this is a folder" in capsys.readouterr().err
+    assert not engine.requests

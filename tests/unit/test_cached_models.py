@@ -92,6 +92,12 @@ def test_damage(hub: HubCache) -> None:
     hub.add("org/pickle", {"config.json": b"{}", "pytorch_model.bin": b"x"})
     hub.add("org/bare", {"model.safetensors": b"y"})
     hub.add("org/index", {"config.json": b"{}", "model.safetensors": b"z", "model.safetensors.index.json": b"[]"})
+    hub.add("org/deep", {"config.json": b"{}", "a.safetensors": b"d", "model.safetensors.index.json": b"[" * 200_000})
+    odd = hub.add(
+        "org/odd",
+        {"config.json": b"{}", "b.safetensors": b"o", "model.safetensors.index.json": b'{"weight_map": {"a": 7}}'},
+    )
+    (odd / "b.safetensors").resolve().unlink()
     (hub.root / "models--org--begun" / "blobs").mkdir(parents=True)
     (hub.root / "models--org--begun" / "blobs" / "aa.incomplete").write_bytes(bytes(9))
     (hub.root / "models--org--empty").mkdir()
@@ -102,6 +108,8 @@ def test_damage(hub: HubCache) -> None:
         "org/pickle": "no weights in a form that is read: neither safetensors nor GGUF",
         "org/bare": "no config.json",
         "org/index": "",
+        "org/deep": "",
+        "org/odd": "7 and 1 more missing",
         "org/begun": "a download was interrupted",
         "org/empty": "there is no snapshot of it",
     }

@@ -261,7 +261,7 @@ def test_only_the_templates_own_arguments_pass() -> None:
     assert chat.render([{"role": "user", "content": "m"}], template_kwargs=kwargs).text == "s|<s>|None|[0, 1]|m"
 
 
-def test_request_templates_need_trust() -> None:
+def test_s33_request_templates_need_trust() -> None:
     with pytest.raises(RequestError) as info:
         template().render([USER], request_template="{{ messages[0].content }}")
     assert info.value.param == "chat_template" and info.value.status == 400
@@ -280,7 +280,7 @@ def test_trusted_request_template_is_rendered_elsewhere() -> None:
         "{% set x = 'a' * 4000000000 %}{{ x }}",
     ],
 )
-def test_endless_request_template_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s33_an_endless_request_template_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hotswap.core.text.template_worker.DEADLINE_SECONDS", 0.3)
     with pytest.raises(TemplateError):
         template().render([USER], request_template=source, trust_request_template=True)

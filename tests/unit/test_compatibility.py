@@ -10,13 +10,13 @@ import pytest
 from hotswap.core.compatibility import (
     ALWAYS,
     ROWS,
-    Row,
     active_features,
     as_markdown,
     check,
     refuse_incompatible,
 )
 from hotswap.core.config import EngineConfig
+from hotswap.core.contracts import CompatibilityRow as Row
 from hotswap.core.errors import UsageError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "plugins" / "compatibility.md"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +21,7 @@ from hotswap.core.errors import PluginError, UsageError
 from hotswap.core.testing import check
 from hotswap.core.testing.check import run_suite
 from hotswap.core.testing.finding import find_provider
+from hotswap.core.testing.limits import TookTooLong, no_real_time, time_limit
 from hotswap.core.testing.scheduling_harness import fake_request
 from hotswap.core.testing.suites import suite_of
 from hotswap.core.testing.views import ReadOnlyView
@@ -134,6 +140,67 @@ def test_bare_assertions_are_explained() -> None:
     assert "assert 1 == 0" in report.failed[0].reason
 
 
+class Hangs(ByArrival):
+    def pop(self) -> RequestView:
+        while len(self):
+            with contextlib.suppress(Exception):
+                self.peek()
+        return super().pop()
+
+
+def test_a_check_does_not_go_on_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "CHECK_SECONDS", 0.2)
+    monkeypatch.setattr(check, "HURRIED_SECONDS", 0.1)
+    handler = signal.getsignal(signal.SIGALRM)
+    only = "serves_each_request_once or nobody_waits or agrees_with or starts_empty"
+    report = run_suite("policy", provider(build=lambda context: Hangs()), only=only, shrink=False)
+    assert report.passed == ["test_starts_empty"]
+    first, *others = [found.reason for found in report.failed]
+    assert len(others) == 2
+    assert re.match(r"not done after 0\.2 s; it was at .*\.py:\d+, in \w+$", first)
+    assert all(reason.startswith("not done after 0.1 s") for reason in others)
+    assert signal.getsignal(signal.SIGALRM) is handler
+
+
+def test_a_limit_goes_on_where_an_outer_one_was() -> None:
+    with time_limit(3600.0):
+        with pytest.raises(TookTooLong), time_limit(0.05):
+            while True:
+                pass
+        assert 3500 < signal.getitimer(signal.ITIMER_REAL)[0] <= 3600
+
+
+def test_the_real_clock_is_refused_and_logging_may_read_it() -> None:
+    with no_real_time():
+        logging.getLogger("hotswap.conformance").warning("a line has its time")
+        with pytest.raises(
+            AssertionError, match=r"time\.monotonic\(\) was called: the time is context\.clock\.now\(\)"
+        ):
+            time.monotonic()
+    assert time.monotonic() > 0
+
+
+@pytest.mark.parametrize("body", ["self.gone", "sys.exit(6)"])
+def test_a_fault_in_any_call_is_told_as_it_was(body: str) -> None:
+    """Not as what the check finds when it puts things away after it."""
+
+    class Faulty(ByArrival):
+        def key(self, view: RequestView) -> float:
+            return float(eval(body))  # noqa: S307 - the test's own text
+
+    report = run_suite(
+        "policy", provider(build=lambda context: Faulty()), only="agrees_with or mechanism", shrink=False
+    )
+    assert len(report.failed) == 2
+    for found in report.failed:
+        assert "'gone'" in found.reason or found.reason == "SystemExit: 6"
+
+
+def test_an_object_in_place_of_a_name_is_refused() -> None:
+    with pytest.raises(UsageError, match="write the name of the plugin's module as a string, such as 'signal'"):
+        find_provider("policy", signal)  # type: ignore[arg-type]
+
+
 def test_missing_pytest_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "_NEEDED", ("pytest", "hypothesis_that_is_not_there"))
     with pytest.raises(UsageError, match=r"hypothesis_that_is_not_there, .*pip install 'hotswap\[testing\]'"):
@@ -197,6 +264,25 @@ def test_check_of_a_broken_file_fails(
     assert "  FAILED   chooses one of the candidates: choose() gave 0, which was not offered" in out
     assert "           the rule: `choose` returns one of the very objects that it was offered" in out
     assert out.splitlines()[-1].endswith("first does not keep the victim contract")
+
+
+def test_one_cause_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "first_rule.py"
+    file.write_text(BROKEN_FILE.replace("lambda context: First()", "lambda context: context.fan"))
+    assert run_command("check", str(file)) == 1
+    out = capsys.readouterr().out
+    assert out.count("has no attribute 'fan'") == 1
+    assert out.count(": the same as above") >= 5
+
+
+@pytest.mark.parametrize("where", ["import sys; sys.exit(4)\n    yield", "yield sys.exit(4) or"])
+def test_a_hook_that_exits_is_named(where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "first_rule.py"
+    file.write_text("import sys\n" + BROKEN_FILE.replace("yield", where))
+    assert run_command("--plugin", str(file)) == 2
+    err = capsys.readouterr().err
+    assert "plugin file first_rule.py: hotswap_victim() failed: SystemExit: 4" in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,9 @@ class Refuses(Longest):
     def push(self, view):
         raise ZeroDivisionError("cannot count")
 
+class ByPriority(Longest):
+    uses_priority = 1
+
 class Loses(Longest):
     def push(self, view):
         pass
@@ -53,6 +56,7 @@ def hotswap_policy():
     row = CompatibilityRow("policy=nocache", "prefix_caching", False, "policy nocache with prefix caching: drop one of them")
     yield PolicyProvider(name="longest", build=lambda c: Longest(c.options.weight), options=Options)
     yield PolicyProvider(name="refuses", build=lambda c: Refuses(1))
+    yield PolicyProvider(name="by_priority", build=lambda c: ByPriority(1))
     yield PolicyProvider(name="loses", build=lambda c: Loses(1))
     yield PolicyProvider(name="nocache", build=lambda c: Longest(1), combines=(row,))
     yield PolicyProvider(name="crashes", build=lambda c: 1 / 0)
@@ -153,8 +157,10 @@ def test_priorities_count_only_while_the_policy_uses_them(llm: LLM) -> None:
         llm.generate([[5, 6]], params, priority=[1], use_tqdm=False)
     assert caught.value.param == "priority"
     assert llm.generate([[5, 6]], params, priority=[0], use_tqdm=False)
+    ask(llm, "set_policy", name="by_priority")
+    assert llm.info.uses_priority is True, "a plugin's 1 would not decode in the API process"
     ask(llm, "set_policy", name="priority")
-    assert llm.info.uses_priority
+    assert llm.info.uses_priority is True
     assert llm.generate([[5, 6]], params, priority=[1], use_tqdm=False)
 
 
@@ -192,6 +198,24 @@ def test_a_refusal_is_one_line_and_changes_nothing(llm: LLM, arguments: dict[str
     assert sorted(order) == [0, 1, 2, 3]
 
 
+def test_a_scheduler_that_keeps_its_policy_keeps_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_of(llm)
+    before = core.mechanism.policy
+
+    class Keeps(type(core.scheduler)):  # type: ignore[misc]
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "victim" and value is not self.victim:
+                raise PluginError("this scheduler goes with one victim rule")
+            super().__setattr__(name, value)
+
+    monkeypatch.setattr(core.scheduler, "__class__", Keeps)
+    add(llm, 1)
+    with pytest.raises(PluginError, match="goes with one victim rule"):
+        ask(llm, "set_policy", name="priority")
+    assert core.mechanism.policy is before and core.scheduler.policy is before
+    assert active(llm, "policy") == ["fcfs"] and finish(llm)[0] == [1]
+
+
 def test_a_broken_pool_is_an_answer_and_not_the_end(llm: LLM) -> None:
     assert ask(llm, "check_integrity") is True
     pool = core_of(llm).mechanism.kv.pool
@@ -210,6 +234,22 @@ def test_a_plugin_forbids_a_combination_at_start(model: str, plugin: str) -> Non
         LLM(model, plugins=[plugin, "policy=nocache"], **SETTINGS)
     with LLM(model, plugins=[plugin, "policy=nocache"], enable_prefix_caching=False, **SETTINGS) as engine:
         assert active(engine, "policy") == ["nocache"]
+
+
+def test_what_a_stronger_source_overrides_forbids_nothing(plugin: str) -> None:
+    from hotswap.core.engine.assembly import refuse_combinations
+    from hotswap.core.plugin_manager import PluginManager
+    from hotswap.plugins import BUILTIN_PLUGINS
+
+    def manager(**by_source: str) -> PluginManager:
+        given = [("command line", plugin), *((source.replace("_", " "), raw) for source, raw in by_source.items())]
+        made = PluginManager(builtins=BUILTIN_PLUGINS, selections=given)
+        made.load()
+        return made
+
+    refuse_combinations(manager(command_line="policy=longest", config_file="policy=nocache"), EngineConfig())
+    with pytest.raises(UsageError, match="policy nocache with prefix caching"):
+        refuse_combinations(manager(command_line="policy=nocache", config_file="policy=fcfs"), EngineConfig())
 
 
 @pytest.mark.parametrize("row", ["('policy=other', 'x', False, 'no')", "3"])

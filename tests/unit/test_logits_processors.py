@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, AliasPath, BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 
 from hotswap import LLM, RequestOutput, SamplingParams
+from hotswap.core.clock import ManualClock
 from hotswap.core.contracts.logits_processor import AddedRequest, BatchUpdate, LogitsProcessor, LogitsRows
 from hotswap.core.contracts.plan import NewRequest
+from hotswap.core.engine.input_processor import InputLimits, InputProcessor
 from hotswap.core.engine.request_processors import RequestProcessors
+from hotswap.core.engine.wire import EngineInfo
 from hotswap.core.errors import PluginError, RequestError
 from hotswap.core.runner.processors import ActiveProcessor, ProcessorChain
 from hotswap.core.testing.tiny_models import make_tiny_model
@@ -119,7 +122,7 @@ def test_one_that_raises_is_asked_row_by_row_and_only_the_culprit_fails() -> Non
     logits = torch.arange(27, dtype=torch.float32).view(3, 9)
     result = apply(chain, [1, 2, 3], logits.clone())
     assert recorder.calls == [(1, 2, 3), (1,), (2,), (3,)]
-    assert chain.failures == {2: "plugin r failed: ValueError: bad row 2"}
+    assert chain.failures == {2: "plugin r failed on this request; the engine's log says why"}
     assert torch.equal(result[[0, 2]], logits[[0, 2]] + 2), "each is served once by each processor"
     assert torch.equal(result[1], logits[1] + 1), "the half-done edit is gone"
     recorder.calls.clear()
@@ -129,14 +132,16 @@ def test_one_that_raises_is_asked_row_by_row_and_only_the_culprit_fails() -> Non
     assert chain.failures == {}
 
 
-def test_a_request_that_cannot_be_taken_fails_alone() -> None:
+def test_a_request_that_cannot_be_taken_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder()
     recorder.refuses = {2}
     chain = chain_of(("r", recorder, True))
     for request_id in (1, 2, 3):
         chain.add(new(request_id), request_id)
     chain.flush()
-    assert chain.failures == {2: "plugin r failed: ValueError: no 2"}
+    assert chain.failures == {2: "plugin r failed on this request; the engine's log says why"}
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["plugin r: update_batch() raised", "request 2 ends: plugin r: ValueError: no 2"]
     apply(chain, [1, 2, 3], torch.zeros((3, 9)))
     assert recorder.calls == [(1, 3)]
     chain.remove(2)
@@ -189,25 +194,49 @@ class Broken(BaseModel):
 )
 def test_s04_requests_name_processors_of_an_allow_list(asked: Any, expected: str) -> None:
     processors = RequestProcessors({"mine": Arguments, "broken": Broken})
-    for for_wire in (True, False):
-        with pytest.raises(RequestError) as caught:
-            processors.check(asked, for_wire=for_wire)
-        assert expected in caught.value.message
-        assert (caught.value.param, caught.value.status) == ("logits_processors", 400)
-        assert len(caught.value.message) < 300
+    with pytest.raises(RequestError) as caught:
+        processors.check(asked)
+    assert expected in caught.value.message
+    assert (caught.value.param, caught.value.status) == ("logits_processors", 400)
+    assert len(caught.value.message) < 300
 
 
-def test_arguments_are_plain_and_survive_the_second_check() -> None:
+def test_arguments_are_plain() -> None:
     processors = RequestProcessors({"mine": Arguments})
-    wire = processors.check({"mine": {"size": 2, "when": [3]}}, for_wire=True)
-    assert wire == {"mine": {"size": 2, "Mode": "soft", "when": [3]}}
-    assert processors.check(wire, for_wire=False) == {"mine": {"size": 2, "mode": "soft", "when": [3]}}
-    assert processors.check({}, for_wire=True) == {}
+    given = {"mine": {"size": 2, "when": [3]}}
+    assert processors.check(given) == {"mine": {"size": 2, "mode": "soft", "when": [3]}}
+    assert processors.check({}) == {}
+
+
+class OneWay(BaseModel):
+    """Takes nothing of what it gives: validated twice, each field would be refused or changed."""
+
+    model_config = ConfigDict(strict=True)
+    size: int = Field(validation_alias=AliasChoices("n", AliasPath("sizes", 0)))
+    pair: tuple[int, int] = (1, 2)
+
+    @field_validator("size")
+    @classmethod
+    def _next(cls, value: int) -> int:
+        return value + 1
+
+
+@pytest.mark.parametrize("given", [{"n": 3}, {"sizes": [3]}])
+def test_arguments_travel_as_they_were_asked(given: dict[str, Any]) -> None:
+    processors = RequestProcessors({"one": OneWay})
+    params = SamplingParams(logits_processors={"one": given})
+    info = EngineInfo("tiny", "Tiny", "float32", 64, 63, 512, 16, 16, 4, 64, "cpu")
+    inputs = InputProcessor(info, None, (), ManualClock(), InputLimits(), processors=processors)
+    (request,) = inputs.process([5], params)
+    assert request.sampling.logits_processors == {"one": given}
+    assert processors.check(request.sampling.logits_processors) == {"one": {"size": 4, "pair": [1, 2]}}
+    with pytest.raises(RequestError, match=r"no argument 'size'.*\(arguments: n, pair, sizes\)"):
+        inputs.process([5], SamplingParams(logits_processors={"one": {"size": 3}}))
 
 
 def test_an_arguments_model_that_raises_ends_that_request_only() -> None:
     with pytest.raises(RequestError, match="failed to check its arguments: TypeError") as caught:
-        RequestProcessors({"broken": Broken}).check({"broken": {}}, for_wire=True)
+        RequestProcessors({"broken": Broken}).check({"broken": {}})
     assert caught.value.status == 500 and "secret" not in caught.value.message
 
 
@@ -312,9 +341,9 @@ def test_it_works_on_drawn_rows_too_and_raw_logprobs_stay_the_models(llm: LLM, p
 @pytest.mark.parametrize(
     ("arguments", "expected", "count"),
     [
-        ({"fail_at": 2}, "logits_processor 'forces' of forces.py failed: RuntimeError: cannot", 2),
-        ({"fail_at": 0}, "logits_processor 'forces' of forces.py failed: RuntimeError: cannot", 0),
-        ({"token": 99}, "logits_processor 'forces' of forces.py failed: ValueError: not 99", 0),
+        ({"fail_at": 2}, "logits_processor 'forces' of forces.py failed on this request", 2),
+        ({"fail_at": 0}, "logits_processor 'forces' of forces.py failed on this request", 0),
+        ({"token": 99}, "logits_processor 'forces' of forces.py failed on this request", 0),
         ({"nothing": True}, "no token can be drawn: logits_processor 'forces'", 0),
         ({"nan": True}, "no token can be drawn: logits_processor 'forces'", 0),
     ],
@@ -325,6 +354,7 @@ def test_only_the_request_at_fault_ends(
     alone = generate(plain, [GREEDY] * 3)
     got = generate(llm, [GREEDY, forcing(**arguments), forcing(token=70)])
     assert got[1].error is not None and expected in got[1].error.replace(str(Path.cwd()), "")
+    assert not any(secret in got[1].error for secret in ("cannot", "not 99")), "what a plugin raises may hold anything"
     assert got[1].outputs[0].finish_reason == "error" and tokens(got[1]) == [77] * count
     assert (tokens(got[0]), got[0].error) == (tokens(alone[0]), None)
     assert (tokens(got[2]), got[2].error) == ([70] * 6, None)

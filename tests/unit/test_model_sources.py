@@ -239,3 +239,13 @@ def test_hub_offline_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ModelLoadError, match="cannot be reached and the model is not in its cache") as info:
         source.fetch("org/name", revision=None, cache_dir=tmp_path, report=None)
     assert "\n" not in str(info.value)
+
+
+def test_hub_out_of_reach_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    source = HubSource(hub_cache=tmp_path)
+    with pytest.raises(ModelLoadError, match="cannot be reached and the model is not in its cache") as info:
+        source.fetch("org/name", revision=None, cache_dir=tmp_path, report=None)
+    assert "\n" not in str(info.value)

@@ -440,8 +440,23 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("width", [20, 300])
-def test_draws_follow_the_distribution(case: dict[str, Any], width: int) -> None:
+def test_draws_follow_the_distribution(case: dict[str, Any]) -> None:
+    check_distribution(case, 20)
+
+
+def test_draws_over_two_levels_follow_the_distribution() -> None:
+    """300 tokens: more than one block of the search."""
+    check_distribution({"min_p": 0.02, "temperature": 1.3}, 300)
+    check_distribution({"top_k": 40, "top_p": 0.9}, 300)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_draws_over_two_levels_follow_each_distribution(case: dict[str, Any]) -> None:
+    check_distribution(case, 300)
+
+
+def check_distribution(case: dict[str, Any], width: int) -> None:
     draws, batch_rows = 20_000, 500
     logits = torch.randn((1, width), generator=torch.Generator().manual_seed(12)) * 1.5
     row = Row(SamplingParams(seed=0, **case))

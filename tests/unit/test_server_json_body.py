@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import threading
 import time
 from typing import Any
 
 import pytest
 
 from hotswap.core.errors import RequestError
-from hotswap.server.json_body import parse_json_object
+from hotswap.server.json_body import SMALL_BODY_BYTES, parse_json_object, parsed
 
 GOOD = {
     b'{"a": 1}': {"a": 1},
@@ -19,6 +21,9 @@ GOOD = {
     b'{"a":"[[{{"}': {"a": "[[{{"},
     b'{"a":"' + b"[" * 300_000 + b'"}': {"a": "[" * 300_000},
     b'{"a":-0}': {"a": 0},
+    b'{"a":"' + b'\\"' * 300_000 + b'"}': {"a": '"' * 300_000},
+    b'{"a":"' + b"," * 1_100_000 + b'","b":"\\\\"}': {"a": "," * 1_100_000, "b": "\\"},
+    b'{"a":[' + b"1," * 999_999 + b"1]}": {"a": [1] * 1_000_000},
 }
 BAD = [
     b"",
@@ -53,6 +58,9 @@ BAD = [
     b'{"a":' * 200 + b"1" + b"}" * 200,
     b'{"a":[' * 70 + b"1" + b"]}" * 70,
     b'{"a":[' + b"[]," * 100_000 + b"[]]}",
+    b'{"a":[' + b"1," * 1_000_000 + b"1]}",
+    b'{"a":[' + b'"",' * 200_000 + b'""]}',
+    b'{"a":{' + b",".join(b'"%06d":1' % n for n in range(200_001)) + b"}}",
 ]
 
 
@@ -92,3 +100,15 @@ def test_hostile_bodies_are_quick(body: bytes) -> None:
     with contextlib.suppress(RequestError):
         parse_json_object(body)
     assert time.perf_counter() - begin < 2.0
+
+
+def test_s45_large_bodies_are_parsed_off_the_event_loop() -> None:
+    def thread_of(body: bytes) -> threading.Thread:
+        return threading.current_thread()
+
+    async def threads() -> tuple[threading.Thread, threading.Thread]:
+        return await parsed(thread_of, b"x" * SMALL_BODY_BYTES), await parsed(thread_of, b"x" * (SMALL_BODY_BYTES + 1))
+
+    small, large = asyncio.run(threads())
+    assert small is threading.current_thread()
+    assert large is not threading.current_thread()

@@ -125,3 +125,17 @@ def test_stuck_engine_is_not_healthy() -> None:
     assert state.phase == "dead"
     with pytest.raises(EngineDeadError, match="stuck"):
         state.ready_engine()
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [(["a", "org/b"], "there is 'a', 'org/b'"), (["/srv/models/m"], "the list of models (v1/models) has the name")],
+)
+def test_another_model_is_told_the_names_that_an_error_may_say(names: list[str], said: str) -> None:
+    engine_config = EngineConfig()
+    engine_config.model.served_model_name[:] = names
+    state = ServerState(ServerConfig(), engine_config, FakeEngine())
+    assert [state.check_model(name) for name in names] == names
+    with pytest.raises(RequestError) as refused:
+        state.check_model("other")
+    assert said in refused.value.message and "/srv" not in refused.value.message

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -266,6 +266,13 @@ class _Fixed(ToolParser, ToolCallStream):
         ToolParserOutput("", [ToolCallDelta(1, "get")]),
         ToolParserOutput("", [ToolCallDelta(-1, None, "x")]),
         ToolParserOutput("", [ToolCallDelta(0, "get"), ToolCallDelta(0, "get")]),
+        ToolParserOutput("", [ToolCallDelta(0, "not_offered")]),
+        ToolParserOutput(cast(Any, None)),
+        ToolParserOutput("", cast(Any, None)),
+        ToolParserOutput("", [cast(Any, "get")]),
+        ToolParserOutput("", [ToolCallDelta(cast(Any, "0"), "get")]),
+        ToolParserOutput("", [ToolCallDelta(0, cast(Any, ["get"]))]),
+        ToolParserOutput("", [ToolCallDelta(0, "get", cast(Any, {}))]),
     ],
 )
 def test_faults_of_a_parser_are_one_requests(output: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import torch
+from pydantic import BaseModel, Field
 from torch import Tensor
 
 from ...contracts.logits_processor import BatchUpdate, LogitsProcessor, LogitsProcessorProvider, LogitsRows
@@ -123,8 +125,51 @@ class WritesToItsHistory(LogitsProcessor):
         rows.token_ids.clamp_(min=1)
 
 
-def _sample(name: str, processor: type[LogitsProcessor], caught_by: str) -> BrokenSample:
-    provider = LogitsProcessorProvider(name=name, build=lambda context: processor(), summary=f"broken: {name}")
+class EditsACopy(LogitsProcessor):
+    """An expression that gives a new tensor, where one that edits in place is wanted."""
+
+    def apply(self, logits: Tensor, rows: LogitsRows) -> None:
+        logits = logits - 1.0
+
+
+class TakesTheFirstArguments(LogitsProcessor):
+    """What the first row's request says holds for all."""
+
+    def __init__(self) -> None:
+        self._amounts: dict[int, float] = {}
+
+    def update_batch(self, update: BatchUpdate) -> None:
+        for request_id in update.removed:
+            del self._amounts[request_id]
+        self._amounts.update({added.request_id: added.arguments["amount"] for added in update.added})
+
+    def apply(self, logits: Tensor, rows: LogitsRows) -> None:
+        _penalise(logits, rows, amount=self._amounts[rows.request_ids[0]])
+
+
+class ForgetsNobody(LogitsProcessor):
+    """Remembers what every request said, for ever."""
+
+    def __init__(self) -> None:
+        self._arguments: dict[int, Any] = {}
+
+    def update_batch(self, update: BatchUpdate) -> None:
+        self._arguments.update({added.request_id: added.arguments for added in update.added})
+
+    def apply(self, logits: Tensor, rows: LogitsRows) -> None:
+        _penalise(logits, rows)
+
+
+class Amount(BaseModel):
+    amount: float = Field(1.0, gt=0, description="What a used token costs.")
+
+
+def _sample(
+    name: str, processor: type[LogitsProcessor], caught_by: str, arguments: type[BaseModel] | None = None
+) -> BrokenSample:
+    provider = LogitsProcessorProvider(
+        name=name, build=lambda context: processor(), arguments=arguments, summary=f"broken: {name}"
+    )
     return BrokenSample(name, provider, caught_by)
 
 
@@ -138,5 +183,8 @@ BROKEN: tuple[BrokenSample, ...] = (
     _sample("forgets_moves", ForgetsMoves, "batches_may_change_in_any_way"),
     _sample("makes_nan", MakesNan, "it_makes_no_nan"),
     _sample("waits_for_the_device", WaitsForTheDevice, "it_does_not_wait_for_the_device"),
+    _sample("edits_a_copy", EditsACopy, "it_changes_something"),
+    _sample("takes_the_first_arguments", TakesTheFirstArguments, "a_row_does_not_depend_on_the_others", Amount),
+    _sample("forgets_nobody", ForgetsNobody, "forgets_requests_that_ended"),
     _sample("writes_to_its_history", WritesToItsHistory, "rows_are_edited_in_place"),
 )

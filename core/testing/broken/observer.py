@@ -118,6 +118,20 @@ class NeedsTokens(Observer):
         self.seconds += request.first_token_time - request.arrival_time  # type: ignore[operator]
 
 
+class Misspelt(Observer):
+    """Waits for a call that does not exist, beside one that does."""
+
+    def on_step(self, step: StepObservation) -> None:
+        pass
+
+    def on_finished(self, request: FinishedRequest) -> None:
+        print(request)
+
+
+class HearsNothing(Observer):
+    """Overrides nothing."""
+
+
 def _sample(name: str, make: Callable[[], Observer], caught_by: str) -> BrokenSample:
     provider: Provider[Observer] = Provider(
         name=name, build=lambda context: make(), summary=f"broken: {name.replace('_', ' ')}"
@@ -126,6 +140,8 @@ def _sample(name: str, make: Callable[[], Observer], caught_by: str) -> BrokenSa
 
 
 BROKEN: Final[tuple[BrokenSample, ...]] = (
+    _sample("misspelt_callback", Misspelt, "hears_of_something"),
+    _sample("hears_nothing", HearsNothing, "hears_of_something"),
     _sample("knows_every_request", KnowsEveryRequest, "takes_events_in_any_order"),
     _sample("needs_tokens", NeedsTokens, "takes_events_in_any_order"),
     _sample("asks_the_view_later", AsksTheViewLater, "uses_no_view_after_the_callback"),

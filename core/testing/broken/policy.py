@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
@@ -125,6 +126,20 @@ class HiddenCounter(KeyedPolicy):
         return view.arrival_time + (next(self._turn) * 7919 % 13)
 
 
+class Misspelt(ByArrival):
+    """Waits for a call that does not exist."""
+
+    def on_finished(self, view: RequestView) -> None:
+        self.remove(view.request_id)
+
+
+class ReadsTheClock(KeyedPolicy):
+    """Orders by the time of day at which it heard of a request."""
+
+    def key(self, view: RequestView) -> float:
+        return time.time()
+
+
 class DropsThePreempted(ByArrival):
     """Holds that it has served a request once it came back."""
 
@@ -156,6 +171,8 @@ BROKEN: Final[tuple[BrokenSample, ...]] = (
     _sample("spends_the_budget", SpendsTheBudget, "share_is_a_number_of_tokens"),
     _sample("sheds_strangers", ShedsStrangers, "shed_names_waiting_requests"),
     _sample("hidden_counter", HiddenCounter, "same_calls_give_the_same_order"),
+    _sample("misspelt_callback", Misspelt, "its_callbacks_are_the_contracts"),
+    _sample("reads_the_clock", ReadsTheClock, "same_calls_give_the_same_order"),
     _sample("drops_the_preempted", DropsThePreempted, "takes_preempted_requests_back"),
     _sample("waiting_forgets_some", WaitingForgetsSome, "serves_each_request_once"),
 )

@@ -35,6 +35,7 @@ from ...plugin_choice import Choice
 from ...plugin_inventory import context_for
 from ...plugin_manager import PluginManager
 from ...plugin_options import validated_options
+from ...plugin_selection import nearest
 from ..finding import find_provider
 
 if TYPE_CHECKING:
@@ -136,6 +137,13 @@ class ConformanceSuite:
         if self.seed is not None:
             test = hypothesis_seed(self.seed)(test)
         self.drawn(max_examples)(test)()
+
+    def check_callbacks(self, product: object) -> None:
+        """Fails when the product has an `on_...` that the kind's class does not know: nobody would ever call it."""
+        known = [name for name in dir(self.row().product_class(self.op)) if name.startswith("on_")]
+        for name in dir(type(product)):
+            if name.startswith("on_") and name not in known:
+                pytest.fail(f"nobody calls {name}(){nearest(name, known)} (callbacks: {', '.join(known)})")
 
     def run_machine(self, machine: type[RuleBasedStateMachine], max_examples: int, steps: int) -> None:
         """Runs a state machine. Its class may keep the suite as an attribute, to build products."""

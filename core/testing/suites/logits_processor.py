@@ -12,14 +12,16 @@ come back after preemption must give the same bits.
 
 from __future__ import annotations
 
+import gc
 import random
+import tracemalloc
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
 
 import pytest
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -38,6 +40,9 @@ SLOTS = 5
 STRIDE = 64  # tokens of a slot
 WIDTH = 24  # of the logits: small, so that tokens repeat
 STEPS = 14  # outputs of a request
+GROWTH_REQUESTS = 600
+MAX_GROWTH_BYTES = 30_000
+_NUMBERS = ("integer", "number")
 _POISON = (2**31 - 1, -1)
 _WAITING = {"item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "unique", "is_nonzero", "equal"} | {
     f"__{name}__" for name in ("bool", "int", "float", "index")
@@ -164,7 +169,9 @@ class PersistentBatch:
 
 
 class LogitsProcessorSuite(ConformanceSuite):
-    """arguments: what requests may say, one after the other; empty means the defaults, or the least that validates."""
+    """arguments: what requests may say, one after the other; without it the defaults (or the least that validates), and
+    those with another number or flag in each place that has one.
+    """
 
     kind: ClassVar[str] = "logits_processor"
     arguments: ClassVar[Sequence[Mapping[str, Any]]] = ()
@@ -191,7 +198,7 @@ class LogitsProcessorSuite(ConformanceSuite):
         model = cast(LogitsProcessorProvider, self.registered().provider).arguments
         if model is None:
             return [{}]
-        asked = self.arguments or (_least(model),)
+        asked = self.arguments or _some(model)
         try:
             return [model.model_validate(dict(one)).model_dump() for one in asked]
         except ValidationError as error:
@@ -232,6 +239,43 @@ class LogitsProcessorSuite(ConformanceSuite):
         tokens and positions as they are."""
         (request,) = self.requests(1)
         assert len(self.alone(request)) == STEPS + 4
+
+    def test_it_changes_something(self) -> None:
+        """Some logit of some step is not as it was. When none is, the edits may have gone into a copy of the rows."""
+        for request in self.requests(6):
+            for step, row in enumerate(self.alone(request)):
+                if not torch.equal(row, request.logits(step)):
+                    return
+        if self.arguments or not _has_unvaried(cast(LogitsProcessorProvider, self.registered().provider).arguments):
+            pytest.fail("no logit was changed: set `arguments` to some that have an effect, or is it lost in a copy?")
+        pytest.skip("no logit was changed: set `arguments` to some that have an effect")
+
+    def test_forgets_requests_that_ended(self) -> None:
+        """What it keeps of a request goes when `removed` names it: an engine runs for months."""
+        batch = self.batch()
+        (pattern,) = self.requests(1)
+        pattern.logits(0)  # made once for all
+
+        def serve(numbers: range) -> None:
+            for number in numbers:
+                batch.add(replace(pattern, request_id=number), number % SLOTS)
+                batch.apply([(number, 0)])
+                batch.remove(number)
+                batch.update()
+                del batch.steps[number]
+
+        serve(range(100))
+        tracemalloc.start()
+        try:
+            gc.collect()
+            before, _ = tracemalloc.get_traced_memory()
+            serve(range(100, 100 + GROWTH_REQUESTS))
+            gc.collect()
+            after, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        grown = after - before
+        assert grown <= MAX_GROWTH_BYTES, f"it grew by {grown} bytes over {GROWTH_REQUESTS} requests that ended"
 
     def test_it_makes_no_nan(self) -> None:
         """A forbidden token (-inf) stays forbidden or gets a number; no logit becomes NaN or +inf."""
@@ -379,6 +423,40 @@ def _asks_for_values(index: Any) -> bool:
     return any(
         isinstance(part, Tensor) and (part.dtype in (torch.bool, torch.uint8) or part.ndim == 0) for part in parts
     )
+
+
+def _some(model: type[BaseModel]) -> list[dict[str, Any]]:
+    """The least that validates, and it with another value for each number or flag, where that validates too."""
+    found = [_least(model)]
+    schema = model.model_json_schema()
+    for name, rule in schema.get("properties", {}).items():
+        now = model.model_validate(found[0]).model_dump().get(name)
+        for value in _others(rule, now):
+            changed = {**found[0], name: value}
+            try:
+                model.model_validate(changed)
+            except ValidationError:  # a rule of the model's own, which the schema does not tell
+                continue
+            found.append(changed)
+    return found
+
+
+def _others(rule: Mapping[str, Any], now: Any) -> Sequence[Any]:
+    if rule.get("type") == "boolean":
+        return (not now,)
+    if rule.get("type") not in _NUMBERS:
+        return ()
+    low, high = rule.get("minimum", rule.get("exclusiveMinimum")), rule.get("maximum", rule.get("exclusiveMaximum"))
+    tried = [2 * (now or 0) + 1, (now or 0) / 2 if rule["type"] == "number" else (now or 0) // 2]
+    return [
+        value for value in tried if value != now and (low is None or value >= low) and (high is None or value <= high)
+    ]
+
+
+def _has_unvaried(model: type[BaseModel] | None) -> bool:
+    """Whether there is an argument that `_some` leaves as it is."""
+    rules = {} if model is None else model.model_json_schema().get("properties", {})
+    return any(rule.get("type") not in (*_NUMBERS, "boolean") for rule in rules.values())
 
 
 def _least(model: Any) -> dict[str, Any]:

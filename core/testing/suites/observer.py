@@ -62,6 +62,16 @@ def step(step_id: int) -> StepObservation:
     )
 
 
+def _own(observer: Observer) -> set[str]:
+    """The names that the plugin's own classes define."""
+    return {
+        name
+        for cls in type(observer).__mro__
+        if issubclass(cls, Observer) and cls is not Observer
+        for name in vars(cls)
+    }
+
+
 class ObserverSuite(ConformanceSuite):
     """max_microseconds: what a callback may take, at the median. max_growth_bytes: what 2000 requests may leave behind."""
 
@@ -75,6 +85,13 @@ class ObserverSuite(ConformanceSuite):
         observer.on_arrival(view)
         view.expire()
         return view
+
+    def test_hears_of_something(self) -> None:
+        """It overrides a callback, and whatever it has that is called `on_...` is one: another name is never called."""
+        product: Observer = self.build()
+        self.check_callbacks(product)
+        heard = [name for name in ("on_arrival", "on_step", "on_finish") if name in _own(product)]
+        assert heard, "it overrides none of on_arrival, on_step and on_finish: nobody tells it anything"
 
     def test_takes_events_in_any_order(self) -> None:
         """No order of events raises: a request may end that never arrived here, arrive and never run, end in the queue."""
