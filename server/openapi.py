@@ -175,7 +175,8 @@ def _success(endpoint: Endpoint) -> dict[str, Any]:
             f"Server-sent events: the data of each is a {endpoint.event.__name__} or an {ErrorAnswer.__name__}, of the "
             "last `[DONE]`."
         )
-        content["text/event-stream"] = {"schema": {"type": "string", "description": what}}
+        # Without a type: some readers hold the whole text against it, others each event.
+        content["text/event-stream"] = {"schema": {"description": what}}
     if not content:
         content["text/plain"] = {"schema": {"type": "string"}}
     return {"description": endpoint.summary, "content": content}
