@@ -4,6 +4,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
+# Test processes: each keeps to one core, a file of tests stays with one of them.
+JOBS   ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .PHONY: serve test test-full test-gpu lint format clean help
 
@@ -34,10 +37,10 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 test: $(STAMP) lint
-	$(BIN)/python -m pytest -m "not full and not gpu" $(ARGS)
+	$(PYTEST) -m "not full and not gpu" $(ARGS)
 
 test-full: $(STAMP) lint
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(PYTEST) -m "not gpu" $(ARGS)
 
 test-gpu:
 	@test -d tests/gpu || { echo "make: this version has no GPU platform and so no tests/gpu"; exit 1; }

@@ -69,7 +69,9 @@ class Shell:
             "from pip._internal.cli.main import main\n"
             f"sys.exit(main({{'install': {install}, 'wheel': {wheel}}}[sys.argv[1]] + sys.argv[2:]))",
         )
-        (programs / "python").symlink_to(sys.executable)
+        python = programs / "python"  # not a link: by its place Python finds its environment
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
         # Copies: building a package leaves files beside its source.
         shutil.copytree(
             ROOT / "examples", folder / "hotswap" / "examples", ignore=shutil.ignore_patterns("*.egg-info", "build")
@@ -85,7 +87,7 @@ class Shell:
             text=True,
             cwd=work,
             env={
-                **os.environ,
+                **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
                 "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
                 "PYTHONPATH": os.pathsep.join([*(path for path in sys.path if path), str(packages)]),
                 "HOTSWAP": str(folder / "hotswap"),
