@@ -5,18 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from walks import ROOT, Shell, walk
-
-from hotswap.core.testing.tiny_models import make_tiny_model
-
-PAGE = ROOT / "docs" / "plugins" / "ship_a_policy.md"
+from walks import ROOT, walk_with_a_tiny_model
 
 
 @pytest.mark.timeout(200)
 def test_an_author_writes_checks_and_ships_a_policy(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "model", max_position_embeddings=4096)
-    shell = Shell(tmp_path, MODEL=str(model))
-    try:
-        assert walk(PAGE, shell) > 15
-    finally:
-        shell.close()
+    assert walk_with_a_tiny_model(ROOT / "docs" / "plugins" / "ship_a_policy.md", tmp_path) > 15

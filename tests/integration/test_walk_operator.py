@@ -7,21 +7,14 @@ import re
 from pathlib import Path
 
 import pytest
-from walks import ROOT, Shell, walk
-
-from hotswap.core.testing.tiny_models import make_tiny_model
+from walks import ROOT, walk_with_a_tiny_model
 
 PAGE = ROOT / "docs" / "operators" / "from_vllm.md"
 
 
 @pytest.mark.timeout(150)
 def test_an_operator_moves_from_a_vllm_command_line(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "model", max_position_embeddings=4096)
-    shell = Shell(tmp_path, MODEL=str(model))
-    try:
-        assert walk(PAGE, shell) > 15
-    finally:
-        shell.close()
+    assert walk_with_a_tiny_model(PAGE, tmp_path) > 15
 
 
 # The table of flags.

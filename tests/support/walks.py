@@ -16,6 +16,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hotswap.core.testing.tiny_models import make_tiny_model
+
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "--- the command above has ended ---"
 
@@ -123,6 +125,15 @@ class Shell:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+def walk_with_a_tiny_model(page: Path, folder: Path) -> int:
+    """`walk` in a shell of its own, whose MODEL is a tiny one."""
+    shell = Shell(folder, MODEL=str(make_tiny_model(folder / "model", max_position_embeddings=4096)))
+    try:
+        return walk(page, shell)
+    finally:
+        shell.close()
 
 
 def walk(page: Path, shell: Shell, readers: tuple[str, ...] = ("MODEL", "PORT")) -> int:
