@@ -63,7 +63,7 @@ class Observer(ABC):  # noqa: B024 - every callback is optional
         """A step was confirmed."""
 
     def on_finish(self, request: FinishedRequest) -> None:
-        """A request ended, for whatever reason."""
+        """A request ended, for whatever reason but the end of the engine itself: then `close` is the last word."""
 
     def close(self) -> None:
         """The engine stops. Called once; may take its time, a second at most."""
