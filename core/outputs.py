@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .errors import RequestError
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -58,3 +60,8 @@ class RequestOutput:
     error_param: str | None = None
     queue_seconds: list[float] = field(default_factory=list)
     prefill_seconds: list[float] = field(default_factory=list)
+
+    def raise_error(self) -> None:
+        """Raises RequestError when the request failed."""
+        if self.error is not None:
+            raise RequestError(self.error, param=self.error_param, code=self.error_code, status=self.error_status)

@@ -61,8 +61,7 @@ class EngineTarget:
             )
             async with aclosing(stream):
                 async for output in stream:
-                    if output.error is not None:
-                        raise RequestError(output.error, status=output.error_status)
+                    output.raise_error()
                     self._take(output, record, clock())
         except RequestError as error:
             record.error, record.error_detail, record.end = f"refused ({error.status})", error.message, clock()

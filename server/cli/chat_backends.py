@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING, Any, cast
 
 from hotswap.core.config import EngineConfig
-from hotswap.core.errors import HotswapError, RequestError
+from hotswap.core.errors import HotswapError
 
-from .progress import ProgressLine
+from .local_engine import local_engine
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -98,24 +97,12 @@ class LocalBackend:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._config = config = settings.build(EngineConfig)
+        self._stack = AsyncExitStack()  # ends the engine
         self._engine: StartableEngine | None = None
         self.name = (config.model.served_model_name or [config.model.model])[0]
 
     async def open(self) -> None:
-        from ..starting import BackgroundStart
-        from .serve import launch_engine
-
-        logging.basicConfig(level=self._config.log_level.upper(), format="hotswap: %(levelname)s: %(message)s")
-        progress = ProgressLine()
-        start = BackgroundStart(lambda: launch_engine(self._config, self._settings.manager, progress))
-        try:
-            self._engine = await start.engine()
-            await self._engine.start()
-        except BaseException:
-            start.abandon()
-            raise
-        finally:
-            progress.close()
+        self._engine = await self._stack.enter_async_context(local_engine(self._settings, self._config))
         if self._engine.tokenizer is None or self._engine.chat_template is None:
             raise HotswapError(f"{self.name} has no chat template: give one with --chat-template")
 
@@ -132,10 +119,8 @@ class LocalBackend:
         )
         async with aclosing(stream):
             async for output in stream:
-                if output.error is not None:
-                    raise RequestError(output.error, status=output.error_status)
+                output.raise_error()
                 yield "".join(choice.text for choice in output.outputs)
 
     async def close(self) -> None:
-        if self._engine is not None:
-            await self._engine.shutdown()
+        await self._stack.aclose()

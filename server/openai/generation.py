@@ -115,10 +115,7 @@ class Generation:
         try:
             async with aclosing(stream):
                 async for output in stream:
-                    if output.error is not None:
-                        raise RequestError(
-                            output.error, param=output.error_param, code=output.error_code, status=output.error_status
-                        )
+                    output.raise_error()
                     followed.observe(output)
                     yield number, output
         except RequestError as error:

@@ -69,8 +69,8 @@ class AlwaysWell(MyExecutor):
         """Says nothing."""
 
 
-class CollectiveOutOfTurn(MyExecutor):
-    """Runs methods on the caller's thread, beside the steps."""
+class _KeepsTheWorker(MyExecutor):
+    """Has the worker at hand on the caller's thread."""
 
     def __init__(self, make_worker: Callable[[], Worker]) -> None:
         made: list[Worker] = []
@@ -81,6 +81,10 @@ class CollectiveOutOfTurn(MyExecutor):
 
         super().__init__(keep)
         self._worker = made[0]
+
+
+class CollectiveOutOfTurn(_KeepsTheWorker):
+    """Runs methods on the caller's thread, beside the steps."""
 
     def collective(self, method: str, *args: Any) -> list[Any]:
         return [self._worker.collective(method, *args)]
@@ -93,18 +97,8 @@ class DropsMasks(MyExecutor):
         super().sample(plan, None)
 
 
-class ShutsDownAgain(MyExecutor):
+class ShutsDownAgain(_KeepsTheWorker):
     """Shuts the worker down at each call, and on the caller's thread."""
-
-    def __init__(self, make_worker: Callable[[], Worker]) -> None:
-        made: list[Worker] = []
-
-        def keep() -> Worker:
-            made.append(make_worker())
-            return made[0]
-
-        super().__init__(keep)
-        self._worker = made[0]
 
     def shutdown(self) -> None:
         super().shutdown()
