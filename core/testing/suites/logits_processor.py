@@ -40,8 +40,9 @@ SLOTS = 5
 STRIDE = 64  # tokens of a slot
 WIDTH = 24  # of the logits: small, so that tokens repeat
 STEPS = 14  # outputs of a request
-GROWTH_REQUESTS = 600
-MAX_GROWTH_BYTES = 30_000
+GROWTH_REQUESTS = 150
+GROWTH_TURNS = 6
+MAX_GROWTH_BYTES = 20 * GROWTH_REQUESTS  # less than one integer a request
 _NUMBERS = ("integer", "number")
 _POISON = (2**31 - 1, -1)
 _WAITING = {"item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "unique", "is_nonzero", "equal"} | {
@@ -264,18 +265,21 @@ class LogitsProcessorSuite(ConformanceSuite):
                 batch.update()
                 del batch.steps[number]
 
-        serve(range(100))
+        serve(range(GROWTH_REQUESTS))
+        kept = []
         tracemalloc.start()
         try:
-            gc.collect()
-            before, _ = tracemalloc.get_traced_memory()
-            serve(range(100, 100 + GROWTH_REQUESTS))
-            gc.collect()
-            after, _ = tracemalloc.get_traced_memory()
+            for turn in range(1, GROWTH_TURNS + 1):
+                gc.collect()
+                before, _ = tracemalloc.get_traced_memory()
+                serve(range(turn * GROWTH_REQUESTS, (turn + 1) * GROWTH_REQUESTS))
+                gc.collect()
+                after, _ = tracemalloc.get_traced_memory()
+                kept.append(after - before)
         finally:
             tracemalloc.stop()
-        grown = after - before
-        assert grown <= MAX_GROWTH_BYTES, f"it grew by {grown} bytes over {GROWTH_REQUESTS} requests that ended"
+        # A leak is in every turn. What caches of Python and torch keep for once is in some only.
+        assert min(kept) <= MAX_GROWTH_BYTES, f"{GROWTH_REQUESTS} requests that ended left {min(kept)} bytes, every time"
 
     def test_it_makes_no_nan(self) -> None:
         """A forbidden token (-inf) stays forbidden or gets a number; no logit becomes NaN or +inf."""
