@@ -162,6 +162,12 @@ class EngineConfig(Section):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     plugins: PluginConfig = Field(default_factory=PluginConfig)
     enforce_eager: bool = Field(False, description="Never capture graphs.")
+    max_graph_tokens: Annotated[int, Field(ge=1)] = Field(
+        512, description="Steps of at most so many tokens are replayed from graphs, on devices that have them."
+    )
+    deterministic: bool = Field(
+        False, description="A request's tokens get the same bits whatever else is in the batch; slower on a GPU."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="How much is logged.")
     log_format: Literal["auto", "json", "text"] = Field(
         "auto", description="json: one JSON object a line; text: for people; auto: text on a terminal, else json."

@@ -24,6 +24,15 @@ def _take_one_core() -> None:
 _take_one_core()
 
 
+def _interpret_triton() -> None:
+    """Without a GPU, Triton's kernels run under its interpreter. It reads this once, when it is imported."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+_interpret_triton()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """A lone surrogate in what a test printed or logged cannot be sent between test processes: it is spelled out."""

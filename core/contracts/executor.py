@@ -22,6 +22,12 @@ class Worker(ABC):
     def sample(self, plan: StepPlan, masks: Any | None) -> StepResult:
         """Draws the tokens of the step executed last and gives the result."""
 
+    def launch_sample(self, plan: StepPlan, masks: Any | None) -> Callable[[], StepResult]:
+        """As `sample`, for devices that work asynchronously: queues the draw and returns at once. The callable waits for
+        the device and gives the result; call it once, in plan order."""
+        result = self.sample(plan, masks)
+        return lambda: result
+
     @abstractmethod
     def collective(self, method: str, *args: Any) -> Any:
         """Runs a named administrative method (reset, memory report) on the worker."""

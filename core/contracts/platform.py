@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from ..errors import PluginError
 from .provider import BuildContext, DeviceInfo, Provider
 
 if TYPE_CHECKING:
@@ -21,8 +22,44 @@ class MemorySnapshot:
     available_bytes: int
 
 
+class DeviceEvent(Protocol):
+    """A point in the device's queue."""
+
+    def record(self) -> None:
+        """The point after everything that was asked of the device so far. May be called again."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits until the device has passed it. Lets other threads run meanwhile."""
+        ...
+
+
+class DeviceGraph(Protocol):
+    """Device work that was recorded once and is repeated with one call."""
+
+    def replay(self) -> None:
+        """Queues the work again, over the same memory."""
+        ...
+
+
+class _Done:
+    """The event of a device that has done everything when a call returns."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
 class Platform(ABC):
-    """One device family."""
+    """One device family.
+
+    is_asynchronous: work is queued, and calls return before it is done; then host tensors that are copied to or from the
+        device must lie in memory of `pinned`.
+    supports_graphs: `capture` works.
+    """
+
+    is_asynchronous: bool = False
+    supports_graphs: bool = False
 
     @abstractmethod
     def probe(self) -> DeviceInfo:
@@ -49,8 +86,30 @@ class Platform(ABC):
         """Now."""
 
     @abstractmethod
-    def kv_cache_bytes(self, gpu_memory_utilization: float) -> int:
-        """How much memory the KV cache may take, measured after weights are loaded and when the operator gave no size."""
+    def kv_cache_bytes(self, gpu_memory_utilization: float, step_bytes: int = 0) -> int:
+        """How much memory the KV cache may take, measured after weights are loaded and when the operator gave no size.
+        step_bytes: what the largest step takes besides (`peak_bytes`), graphs included."""
+
+    def peak_bytes(self, run: Callable[[], None]) -> int:
+        """Calls `run`, waits for it, and gives how much more memory than before was taken at its highest point. 0 where
+        nothing counts it."""
+        run()
+        return 0
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised host memory that the device can copy from and to while the host goes on."""
+        import torch
+
+        return torch.empty(shape, dtype=dtype)
+
+    def event(self) -> DeviceEvent:
+        """A new event of the queue that the engine works in."""
+        return _Done()
+
+    def capture(self, run: Callable[[], None]) -> DeviceGraph:
+        """Records what `run` queues. All graphs of a platform share one memory pool: capture the largest first, and let no
+        result of one be read after another has run. Raises PluginError where graphs are not supported."""
+        raise PluginError(f"{type(self).__name__} cannot capture graphs")
 
     @abstractmethod
     def synchronize(self) -> None:

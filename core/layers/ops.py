@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ..contracts.kernels import LinearKernel
 from . import reference
+from .sampling import blockwise, draw, logprobs, penalties
+from .step_inputs import step_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,12 @@ class OpTable:
     rope: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     silu_mul: Callable[[Tensor], Tensor]
     gelu_tanh_mul: Callable[[Tensor], Tensor]
+    rope_write_kv: Callable[..., None]
+    step_inputs: Callable[..., None]
+    argmax: Callable[[Tensor], tuple[Tensor, Tensor]]
+    penalize: Callable[..., None]
+    draw: Callable[..., Tensor]
+    gather_logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
     @classmethod
     def reference(cls) -> OpTable:
@@ -32,4 +40,10 @@ class OpTable:
             rope=reference.rope,
             silu_mul=reference.silu_mul,
             gelu_tanh_mul=reference.gelu_tanh_mul,
+            rope_write_kv=reference.rope_write_kv,
+            step_inputs=step_inputs,
+            argmax=blockwise.row_max,
+            penalize=penalties.penalize,
+            draw=draw.draw,
+            gather_logprobs=logprobs.gather_logprobs,
         )

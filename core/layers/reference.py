@@ -81,6 +81,27 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         second.copy_(rotated_second)
 
 
+def rope_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    """The op of that name in contracts/kernels.py."""
+    if cos_sin is not None:
+        rope(q, k, positions, cos_sin)
+    slots = slot_mapping[: k.shape[0]]
+    written = slots >= 0  # -1: padding, or a token that is cached already
+    slots, block_size = slots[written], keys.shape[1]
+    at = (slots // block_size, slots % block_size)
+    keys[at] = k[: len(written)][written].to(keys.dtype)
+    values[at] = v[: len(written)][written].to(values.dtype)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """[T, 2 I] -> [T, I]: silu(gate) * up."""
     gate, up = gate_up.chunk(2, dim=-1)

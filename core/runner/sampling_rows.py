@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..layers.sampling.draw import ALWAYS, OFF
 from ..sampling_params import SamplingParams
 
-ALWAYS = 2**62  # more output tokens than any request can have
 BIAS_BAN, BIAS_FORCE = -100.0, 100.0
-OFF = 2.0  # a top_p that keeps everything, rounding included
 
 
 @dataclass(frozen=True, slots=True)

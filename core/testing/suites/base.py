@@ -29,7 +29,7 @@ from pydantic import BaseModel
 from ...clock import ManualClock
 from ...config import EngineConfig
 from ...contracts.kinds import KINDS, Kind
-from ...contracts.provider import BuildContext, Provider
+from ...contracts.provider import BuildContext, DeviceInfo, Provider
 from ...host import guess_device
 from ...plugin_choice import Choice
 from ...plugin_inventory import context_for
@@ -61,6 +61,8 @@ class ConformanceSuite:
     name, op: which of its providers, when it offers several of the kind.
     options: the plugin's options, as after `--plugin KIND=NAME,`.
     shrink: whether a failing example is made as small as can be; False is faster.
+    torch_device: where the suites of kernels and attention put their tensors.
+    device: what the context says of the device; None: this machine's processors.
     """
 
     kind: ClassVar[str]
@@ -69,6 +71,8 @@ class ConformanceSuite:
     op: ClassVar[str | None] = None
     options: ClassVar[Mapping[str, Any]] = {}
     shrink: ClassVar[bool] = True
+    torch_device: ClassVar[str] = "cpu"
+    device: ClassVar[DeviceInfo | None] = None
 
     seed: int | None = None  # of --hotswap-seed; None: the same examples every time
 
@@ -94,7 +98,7 @@ class ConformanceSuite:
         common: dict[str, Any] = {
             "options": self.validated_options(),
             "config": EngineConfig(),
-            "device": guess_device(),
+            "device": self.device or guess_device(),
             "clock": ManualClock(),
             "logger": logging.getLogger("hotswap.conformance"),
         }

@@ -13,11 +13,32 @@ from torch import Tensor
 
 from .blockwise import inverse_cdf, row_sum
 from .nucleus import keep_nucleus
-from .sampling_rows import ALWAYS, OFF
+from .noise import uniform
+
+ALWAYS = 2**62  # a top_k that keeps everything
+OFF = 2.0  # a top_p that keeps everything, rounding included
 
 # Candidates looked at before a row is sorted whole. Most rows are settled by the first width (128 microseconds a row
 # where a full sort of 49,152 takes 4 ms, measured on Zen 3).
 CANDIDATE_WIDTHS = (256, 4096)
+
+
+def draw(
+    logits: Tensor,
+    best: Tensor,
+    temperature: Tensor,
+    min_p: Tensor | None,
+    top_k: Tensor,
+    top_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    ordered: bool,
+) -> Tensor:
+    """The op `draw` of contracts/kernels.py."""
+    uniforms = uniform(seeds, positions)
+    if ordered:
+        return draw_ordered(logits, best, temperature, min_p, top_k, top_p, uniforms)
+    return draw_unordered(logits, best, temperature, min_p, uniforms)
 
 
 def draw_unordered(logits: Tensor, best: Tensor, temperature: Tensor, min_p: Tensor | None, uniforms: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Drawing tokens: the torch references of the sampling ops in `contracts/kernels.py`."""
