@@ -163,7 +163,7 @@ class EngineConfig(Section):
     plugins: PluginConfig = Field(default_factory=PluginConfig)
     enforce_eager: bool = Field(False, description="Never capture graphs.")
     max_graph_tokens: Annotated[int, Field(ge=1)] = Field(
-        512, description="Steps of at most so many tokens are replayed from graphs, on devices that have them."
+        2048, description="Steps of at most so many tokens are replayed from graphs, on devices that have them."
     )
     deterministic: bool = Field(
         False, description="A request's tokens get the same bits whatever else is in the batch; slower on a GPU."

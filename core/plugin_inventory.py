@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -70,6 +71,8 @@ def explain(manager: PluginManager, kind: str, context: BuildContext) -> list[st
                 reasons = _reasons(manager, row, found, context)
             else:
                 reasons = manager.automatic_reasons(found, context_for(row, context, op))
+                if not found.provider.automatic:
+                    reasons = [*reasons, *_reasons(manager, row, found, context)]
             verdict = "; ".join(reasons) or "can run"
             lines.append(f"  {found.described}, priority {found.provider.priority}: {verdict}")
             lines.extend(
@@ -140,13 +143,22 @@ def _row(
     claims = [item.message for item in manager.conflicts() if any(found in item.claimants for found in same)]
     if claims:
         state, rejections = "failed", [(None, claim) for claim in claims]
-    reasons = [f"{op}: {reason}" if op else reason for op, reason in rejections]
+    reasons = _sentences(rejections, len(same))
     if state in ("active", "available") and same[0].op:
         ops = ", ".join(sorted(str(found.op) for found in serving or same))
         reasons.insert(0, f"{'serves' if serving else 'offers'} {ops}")
     first = same[0]
     return InventoryRow(
         kind.name, first.name, first.distribution, first.version, first.provider.contract, state, reasons
+    )
+
+
+def _sentences(rejections: Sequence[tuple[str | None, str]], num_ops: int) -> list[str]:
+    """With the op that each is about; one against all of several ops is said once, without."""
+    against = Counter(reason for _, reason in rejections)
+    general = {reason for reason, count in against.items() if count == num_ops > 1}
+    return list(
+        dict.fromkeys(f"{op}: {reason}" if op and reason not in general else reason for op, reason in rejections)
     )
 
 

@@ -31,6 +31,7 @@ class WaitingReason(enum.Enum):
     SWAP_IN = "swap_in"
     REMOTE_KV = "remote_kv"
     ADAPTER = "adapter"
+    PREFIX = "prefix"  # blocks that it shares are being computed for another request
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +63,10 @@ class Request:
     block_ids: list[int] = field(default_factory=list)  # of cache group 0
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks of known tokens, filled lazily
     num_hashed_blocks: int = 0  # how many of block_ids are in the prefix index under this request's hashes
+    num_announced_blocks: int = (
+        0  # how many of block_ids are that, or all in flight and of known tokens (see PendingBlocks)
+    )
+    num_holds: int = 0  # how often it was made to wait for blocks that another one computes
     preempt_pending: bool = False  # yields its blocks once nothing of it is in flight
     finish_pending: str | None = None  # "abort", ...: ends once nothing of it is in flight
     first_scheduled_time: float | None = None  # seconds on the engine's clock; preemption changes neither

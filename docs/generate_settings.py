@@ -56,8 +56,9 @@ not have are refused too: [what combines with what](../plugins/compatibility.md)
 
 `HOTSWAP_API_KEY` in the environment is one more `--api-key`. It is read by `hotswap serve`, and by `hotswap chat --url`.
 
-In this version, on a CPU: `--gpu-memory-utilization` and `--enforce-eager` change nothing (the size of the KV cache is
-on [models.md](models.md#memory)); `--dtype bfloat16` means weights and KV cache, while activations are float32
+What a GPU adds is on [gpu.md](gpu.md). On a CPU `--gpu-memory-utilization`, `--enforce-eager`, `--max-graph-tokens` and
+`--deterministic` change nothing (the size of the KV cache is on [models.md](models.md#memory); there are no graphs; the bits
+are always the same); `--dtype bfloat16` means weights and KV cache, while activations are float32
 ([why](../architecture.md#differences-from-the-design)).
 """
 NOT_YET = """

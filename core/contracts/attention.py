@@ -6,7 +6,7 @@ Shapes: T tokens in the step (padded count where a graph is replayed), R request
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from .provider import BuildContext
@@ -23,13 +23,13 @@ class CacheSpec:
     num_kv_heads: int
     head_dim_k: int
     head_dim_v: int
-    dtype: str  # "float32", "bfloat16", "float16"
+    dtype: str  # "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"
     window: int | None = None  # tokens that a query sees, itself included; for kind "window"
 
     @property
     def bytes_per_token(self) -> int:
         """KV bytes that one token takes in one layer."""
-        itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+        itemsize = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}[self.dtype]
         return self.num_kv_heads * (self.head_dim_k + self.head_dim_v) * itemsize
 
 
@@ -54,10 +54,22 @@ class KVLayout:
         value = tuple({**sizes, "dim": spec.head_dim_v}[d] for d in self.value_shape)
         return key, value
 
+    def views(self, cache: LayerCache) -> LayerCache:
+        """One layer's keys and values seen as [block, token, head, dim], whatever the order in memory."""
+        wanted = ("block", "token", "head", "dim")
+        key, value = cache
+        return (
+            key.permute([self.key_shape.index(name) for name in wanted]),
+            value.permute([self.value_shape.index(name) for name in wanted]),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do. `head_sizes` empty: any. `graph_capture`: "none", "uniform_decode" or "any"."""
+    """What a backend can do. `head_sizes` empty: any. `graph_capture`: "none", "uniform_decode" or "any".
+
+    dtypes: of queries, with a cache in the same one. fp8_cache: also a cache in float8_e4m3fn or float8_e5m2, whose
+    elements are the values themselves (their scale is 1)."""
 
     dtypes: tuple[str, ...]
     head_sizes: tuple[int, ...] = ()
@@ -66,6 +78,8 @@ class Capabilities:
     sinks: bool = False
     non_causal: bool = False
     graph_capture: Literal["none", "uniform_decode", "any"] = "none"
+    alibi: bool = False
+    fp8_cache: bool = False
 
 
 @dataclass(slots=True)
@@ -96,7 +110,12 @@ class BatchGeometry:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """The constants of one attention layer. index: the layer's place in the model, for its cache."""
+    """The constants of one attention layer. index: the layer's place in the model, for its cache.
+
+    The weight of a key is the softmax of scale * q.k, then soft_cap * tanh(score / soft_cap), then + slope * (key position -
+    query position). sinks [H], floating point: a score for each head that takes part in the softmax and has no value.
+    alibi_slopes: float32 [H]. Both lie on the worker's device and are left out of comparisons.
+    """
 
     index: int
     num_heads: int
@@ -106,6 +125,8 @@ class AttentionLayer:
     scale: float
     window: int | None = None
     soft_cap: float | None = None
+    sinks: Tensor | None = field(default=None, compare=False)
+    alibi_slopes: Tensor | None = field(default=None, compare=False)
 
 
 # One layer's cache: the key tensor and the value tensor, in the backend's KVLayout.

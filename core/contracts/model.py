@@ -25,8 +25,20 @@ if TYPE_CHECKING:
 class ForwardContext(Protocol):
     """What a step offers to the layers. Valid during one forward only."""
 
-    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Writes this step's key/value [T, KVH, D] to the layer's cache and attends: query [T, H, D] -> [T, H, head_dim_v]."""
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor | None = None,
+        cos_sin: Tensor | None = None,
+    ) -> Tensor:
+        """Writes this step's key/value [T, KVH, D] to the layer's cache and attends: query [T, H, D] -> [T, H, head_dim_v].
+
+        With positions int64 [T] and cos_sin float32 [max_pos, D_rot], query and key are rotated first (the op `rope`), so
+        that rotation and write can be one kernel; both may be changed in place. A model that rotates by itself leaves
+        them out; a layer without positions passes cos_sin None."""
         ...
 
 

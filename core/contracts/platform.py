@@ -12,6 +12,7 @@ from .provider import BuildContext, DeviceInfo, Provider
 
 if TYPE_CHECKING:
     import torch
+    from pydantic import BaseModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,10 @@ class Platform(ABC):
     def initialize(self) -> None:
         """Opens the device for this process: thread counts, waiting policy, default device. Called once, before any tensor."""
 
+    def enter_thread(self) -> None:
+        """Called on every thread that will use the device, after `initialize` and before its first use there: the current
+        device belongs to a thread."""
+
     @abstractmethod
     def torch_device(self) -> str:
         """The device string for new tensors."""
@@ -97,10 +102,9 @@ class Platform(ABC):
         return 0
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised host memory that the device can copy from and to while the host goes on."""
-        import torch
-
-        return torch.empty(shape, dtype=dtype)
+        """Uninitialised host memory that the device can copy from and to while the host goes on. Asked of platforms that are
+        asynchronous; raises PluginError where nothing is."""
+        raise PluginError(f"{type(self).__name__} has no pinned memory")
 
     def event(self) -> DeviceEvent:
         """A new event of the queue that the engine works in."""
@@ -127,9 +131,14 @@ def _no_environment() -> dict[str, str]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlatformProvider(Provider[Platform]):
     """environment: variables that must stand in the engine process before torch is loaded (thread counts, waiting policy).
-    Called in the process that launches the engine; opens no device."""
+    Called in the process that launches the engine; opens no device.
+
+    facts: given the plugin's validated options, what `probe` will say; for `hotswap plugins`, which does not load torch. Opens
+    no device; raises PluginError when the device that the options name cannot be used. None: the host's processors.
+    """
 
     environment: Callable[[], dict[str, str]] = _no_environment
+    facts: Callable[[BaseModel | None], DeviceInfo] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

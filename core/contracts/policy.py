@@ -106,7 +106,8 @@ class Policy(ABC):
 
     @abstractmethod
     def push(self, view: RequestView) -> None:
-        """Adds a waiting request: new, or returned by preemption (then `view.num_preemptions` > 0)."""
+        """Adds a waiting request: new, returned by preemption (then `view.num_preemptions` > 0), or back after it was popped
+        and set aside until another one had computed a prefix that they share; `on_scheduled` never came for it then."""
 
     @abstractmethod
     def peek(self) -> RequestView | None:

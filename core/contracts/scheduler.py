@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from ..errors import PlanError
 from .plan import PositionLogprobs, StepPlan, StepResult
 from .policy import Budget, Policy, RequestView
 from .provider import BuildContext
@@ -93,6 +94,17 @@ class PlanBuilder(ABC):
     @abstractmethod
     def admit(self, view: RequestView, num_tokens: int) -> None:
         """Takes a waiting request into the running set (the caller has popped it from the policy) and schedules it."""
+
+    def can_hold(self, view: RequestView) -> bool:
+        """Whether the next full blocks that a waiting request lacks are just being computed for a running one, by steps that
+        are built and not confirmed. To admit it now would compute them twice; once they are confirmed it hits them."""
+        return False
+
+    def hold(self, view: RequestView) -> None:
+        """Sets such a request aside (the caller has popped it from the policy). It is pushed into the policy again when the
+        blocks are confirmed, or when it turns out that they will not come: within as many results as steps are in flight
+        now. Until then it keeps one of the seats in `budget`."""
+        raise PlanError(f"request {view.request_id} cannot be held back: this plan builder holds nobody")
 
     @abstractmethod
     def preemption_candidates(self, needy: RequestView | None) -> Sequence[RequestView]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -15,7 +15,7 @@ from ..clock import Clock
 from ..compatibility import refuse_incompatible
 from ..config import EngineConfig
 from ..contracts.attention import AttentionBackend, AttentionContext, CacheSpec
-from ..contracts.executor import Executor, ExecutorContext, Worker
+from ..contracts.executor import Executor, ExecutorContext
 from ..contracts.kernels import OPS, KernelContext
 from ..contracts.loader import Checkpoint
 from ..contracts.logits_processor import LogitsProcessorContext, LogitsProcessorProvider
@@ -31,8 +31,8 @@ from ..errors import ModelLoadError, UsageError
 from ..kv_cache.manager import KVCacheManager
 from ..layers.ops import OpTable
 from ..plugin_manager import PluginManager, Suits
-from ..runner.kv_cache import CacheGroup, CachePlan, MemoryTable, allocate_cache, group_layers, plan_cache
-from ..runner.model_runner import GroupCache, ModelRunner, RunnerLimits
+from ..runner.kv_cache import CacheGroup, CachePlan, MemoryTable, group_layers
+from ..runner.memory_report import guard_part
 from ..runner.processors import ActiveProcessor
 from ..scheduling.limits import SchedulingLimits
 from ..scheduling.mechanism import Mechanism
@@ -42,6 +42,7 @@ from .engine_core import EngineCore
 from .observers import ObserverSet
 from .request_processors import RequestProcessors
 from .wire import EngineInfo
+from .worker_builder import WorkerBuilder
 
 logger = logging.getLogger("hotswap.engine")
 
@@ -87,17 +88,29 @@ class EngineBuilder:
         processors = self._processors()
         observers = self._observers()
         self._refuse_combinations(dtype)
-        self._load_weights(model)
-        cache_plan = plan_cache(
-            groups, self._config.cache, platform.kv_cache_bytes(self._config.cache.gpu_memory_utilization)
-        )
+        with guard_part("weights", self._memory, platform, self._config, self._checkpoint.total_bytes or None):
+            self._load_weights(model, platform)
         limits = self._limits(window, model)
+        device_side = WorkerBuilder(
+            self._config,
+            platform,
+            model,
+            self._ops,
+            groups,
+            backends,
+            limits,
+            self._model_info.logits_width,
+            self._memory,
+            self._seconds,
+            self._report,
+        )
+        cache_plan = device_side.plan_cache()
         kv = KVCacheManager(
             cache_plan.num_blocks, cache_plan.block_size, enable_prefix_caching=self._config.cache.enable_prefix_caching
         )
         mechanism = Mechanism(limits, kv, policy, self._clock)
         scheduler = self._scheduler(mechanism, policy, victim)
-        worker = self._worker_factory(platform, model, groups, backends, cache_plan, limits, processors)
+        worker = device_side.worker(cache_plan, processors)
         executor: Executor = self._manager.build("executor", self._context(ExecutorContext, make_worker=worker))
         self._log_sizes(mechanism, cache_plan)
         core = EngineCore(
@@ -167,7 +180,7 @@ class EngineBuilder:
             raise UsageError(f"--max-model-len {asked}: the model was made for {from_model} tokens; give at most that")
         return asked
 
-    def _ops(self, dtype: str) -> OpTable:
+    def _choose_ops(self, dtype: str) -> OpTable:
         """The chosen kernel of each op; torch's reference where none can run."""
         table: dict[str, Any] = {}
         reference = OpTable.reference()
@@ -181,7 +194,7 @@ class EngineBuilder:
         started = time.monotonic()
         torch_dtype = getattr(torch, dtype)
         activation_dtype = platform.activation_dtype(dtype)
-        ops = self._ops(activation_dtype)
+        ops = self._ops = self._choose_ops(activation_dtype)
         hf_config = self._checkpoint.config
         quantization: QuantizationMethod = self._manager.build(
             "quantization",
@@ -221,7 +234,12 @@ class EngineBuilder:
         context = self._context(
             AttentionContext, spec=group.spec, block_size=self._config.cache.block_size, layers=layers
         )
-        backend: AttentionBackend = self._manager.build("attention", context)
+
+        def resolve(kind: str, name: str) -> Any:
+            """An attention plugin made of others builds them for the same cache group."""
+            return self._manager.build_named(kind, name, context) if kind == "attention" else self._resolve(kind, name)
+
+        backend: AttentionBackend = self._manager.build("attention", dataclasses.replace(context, resolve=resolve))
         return backend
 
     def _policy(self) -> tuple[Policy, VictimRule]:
@@ -265,7 +283,7 @@ class EngineBuilder:
         )
         return scheduler
 
-    def _load_weights(self, model: Model) -> None:
+    def _load_weights(self, model: Model, platform: Platform) -> None:
         started = time.monotonic()
         total = self._checkpoint.total_bytes
         done = 0
@@ -285,6 +303,7 @@ class EngineBuilder:
         report = model.load_weights(tensors())
         for name in report.unexpected[:8]:
             logger.warning("the checkpoint's tensor %s is not used by this model", name)
+        platform.synchronize()
         self._memory.add("weights", done)
         self._seconds["weights"] = time.monotonic() - started
 
@@ -303,42 +322,6 @@ class EngineBuilder:
             enable_chunked_prefill=asked.enable_chunked_prefill,
             chunkable=model.chunkable,
         )
-
-    def _worker_factory(
-        self,
-        platform: Platform,
-        model: Model,
-        groups: Sequence[CacheGroup],
-        backends: Sequence[AttentionBackend],
-        plan: CachePlan,
-        limits: SchedulingLimits,
-        processors: Sequence[ActiveProcessor],
-    ) -> Callable[[], Worker]:
-        caches = allocate_cache(platform, groups, [backend.layout for backend in backends], plan)
-        self._memory.add("KV cache", plan.total_bytes)
-        runner_limits = RunnerLimits(
-            max_num_seqs=limits.max_num_seqs,
-            max_model_len=limits.max_model_len,
-            block_size=plan.block_size,
-            logits_width=self._model_info.logits_width,
-        )
-        served = [GroupCache(group, backend) for group, backend in zip(groups, backends, strict=True)]
-
-        def make_worker() -> Worker:
-            return ModelRunner(
-                model,
-                served,
-                caches,
-                runner_limits,
-                self._torch_device,
-                memory=self._memory,
-                synchronize=platform.synchronize,
-                processors=processors,
-                poison=self._config.cache.debug_poison_freed_blocks,
-                processed_logprobs=self._config.logprobs_mode == "processed_logprobs",
-            )
-
-        return make_worker
 
     def _log_sizes(self, mechanism: Mechanism, plan: CachePlan) -> None:
         kind = "CPU" if self._device.kind == "cpu" else "GPU"

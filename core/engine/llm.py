@@ -250,7 +250,8 @@ class LLM:
             if state.to_abort:
                 self._engine.core.abort(state.to_abort)
                 state.to_abort = []
-            progress.advance(sum(len(o.token_ids) for o in delta.outputs), finished=delta.finished)
+            if progress.enabled:
+                progress.advance(sum(len(o.token_ids) for o in delta.outputs), finished=delta.finished)
 
     def _abandon_rest(self) -> None:
         """After Ctrl-C or a refusal: nothing of this call stays in the engine."""
@@ -269,11 +270,11 @@ class _Progress:
 
     def __init__(self, total: int, enabled: bool) -> None:
         self._total = total
-        self._enabled = enabled
+        self.enabled = enabled
         self._num_tokens = 0
 
     def __enter__(self) -> _Progress:
-        if self._enabled:
+        if self.enabled:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
             self._bar = Progress(
@@ -288,12 +289,10 @@ class _Progress:
         return self
 
     def __exit__(self, *details: object) -> None:
-        if self._enabled:
+        if self.enabled:
             self._bar.stop()
 
     def advance(self, num_tokens: int, *, finished: bool) -> None:
-        if not self._enabled:
-            return
         self._num_tokens += num_tokens
         elapsed = self._bar.tasks[0].elapsed or 0.0
         rate = f"{self._num_tokens / elapsed:.0f} output tokens/s" if elapsed else ""

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from ..errors import PlanError
 from ..request import Request
 from .block_pool import BlockPool, PoolIntegrityError
+from .pending import PendingBlocks
 from .prefix_index import PrefixIndex
 
 
@@ -26,8 +27,10 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.block_size = block_size
         self.index = PrefixIndex(block_size, prefix_seed)
+        self.pending = PendingBlocks()
         self.pool = BlockPool(num_blocks, block_size, on_evict=self.index.remove)
-        self._last_match: tuple[int, int, list[int]] = (-1, 0, [])  # request id, evictions seen, blocks
+        # request id, evictions seen, insertions seen, known tokens, blocks
+        self._last_match: tuple[int, int, int, int, list[int]] = (-1, 0, 0, 0, [])
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -51,19 +54,47 @@ class KVCacheManager:
         """
         if not self.can_match(request):
             return []
-        request_id, num_evictions, blocks = self._last_match
-        if request_id != request.request_id or num_evictions != self.index.num_evictions:
+        request_id, num_evictions, num_insertions, num_known, blocks = self._last_match
+        index = self.index
+        if request_id != request.request_id or num_evictions != index.num_evictions:
             blocks = []
-        blocks = blocks + self.index.match(request, start=len(blocks))
-        self._last_match = (request.request_id, self.index.num_evictions, blocks)
+        elif num_insertions == index.num_insertions and num_known == request.num_known_tokens:
+            return blocks
+        blocks = blocks + index.match(request, start=len(blocks))
+        num_known = request.num_known_tokens
+        self._last_match = (request.request_id, index.num_evictions, index.num_insertions, num_known, blocks)
         return blocks
+
+    def awaited_key(self, request: Request) -> bytes | None:
+        """The last block of those that the request lacks next and that are being computed for somebody else; None when it
+        would have to compute the next one itself.
+        """
+        if not len(self.pending) or not self.can_match(request):
+            return None
+        limit = (request.num_known_tokens - 1) // self.block_size
+        return self.pending.last_pending(request.block_hashes, len(self.match(request)), limit)
+
+    def announce(self, request: Request) -> None:
+        """Full blocks among the known tokens that are scheduled so far count as being computed."""
+        if self.enable_prefix_caching:
+            full = request.num_scheduled_tokens // self.block_size
+            self.index.extend_keys(request, full)
+            self.pending.announce(request, request.block_hashes[request.num_announced_blocks : full])
+            request.num_announced_blocks = full
+
+    def withdraw(self, request: Request) -> None:
+        """Whatever the request has announced and not delivered will not come."""
+        if request.num_announced_blocks > request.num_hashed_blocks:
+            keys = request.block_hashes[request.num_hashed_blocks : request.num_announced_blocks]
+            self.pending.forget_producer(request, keys)
+            request.num_announced_blocks = request.num_hashed_blocks
 
     def num_blocks_to_take(self, hits: list[int], num_tokens: int) -> int:
         """Free blocks that a request with these hits takes out of the pool to hold `num_tokens`: hits that are free
         count too.
         """
         ref_counts = self.pool.ref_counts
-        return self.num_blocks_for(num_tokens) - len(hits) + sum(ref_counts[block] == 0 for block in hits)
+        return self.num_blocks_for(num_tokens) - len(hits) + list(map(ref_counts.__getitem__, hits)).count(0)
 
     def num_private_blocks(self, request: Request) -> int:
         """Blocks of the table that nobody else refers to: those that come free with it."""
@@ -74,13 +105,14 @@ class KVCacheManager:
         """Gives an admitted request its hits and new blocks for `num_tokens` in all. Raises PlanError when they are not
         there.
         """
-        needed = self.num_blocks_to_take(hits, num_tokens)
-        if needed > self.pool.num_free_blocks:
-            raise PlanError(f"{needed} free KV blocks needed, {self.pool.num_free_blocks} are there")
+        if self.num_blocks_for(num_tokens) > self.pool.num_free_blocks:
+            needed = self.num_blocks_to_take(hits, num_tokens)
+            if needed > self.pool.num_free_blocks:
+                raise PlanError(f"{needed} free KV blocks needed, {self.pool.num_free_blocks} are there")
         self.pool.share(hits)  # first: a new block must not evict a hit
         fresh = self.pool.allocate(self.num_blocks_for(num_tokens) - len(hits))
         request.block_ids = hits + fresh
-        request.num_hashed_blocks = len(hits)
+        request.num_hashed_blocks = request.num_announced_blocks = len(hits)
 
     def grow(self, request: Request, num_tokens: int) -> list[int]:
         """Appends the blocks that the table lacks to hold `num_tokens`, and gives them. Raises PlanError when they are
@@ -97,15 +129,19 @@ class KVCacheManager:
             self.index.extend_keys(request, full)
             for i in range(request.num_hashed_blocks, full):
                 block = request.block_ids[i]
-                if self.index.insert(request.block_hashes[i], block):
+                key = request.block_hashes[i]
+                if self.index.insert(key, block):
                     self.pool.set_cached(block, True)
+                if i < request.num_announced_blocks:
+                    self.pending.confirm(request, key)
         request.num_hashed_blocks = full
 
     def release(self, request: Request, after: int | None) -> None:
         """Takes the request's table away; the blocks come free after step `after` (now when None or complete)."""
+        self.withdraw(request)
         self.pool.free(request.block_ids, after)
         request.block_ids = []
-        request.num_hashed_blocks = 0
+        request.num_hashed_blocks = request.num_announced_blocks = 0
 
     def reset_prefix_cache(self) -> bool:
         """Forgets the prefixes in unreferenced blocks. Whether nothing is left: False while running requests hold

@@ -29,6 +29,7 @@ class PrefixIndex:
             raise ValueError(f"the prefix index needs a seed of at least 16 bytes, got {len(seed)}")
         self.block_size = block_size
         self.num_evictions = 0  # grows whenever a key is dropped: an earlier match may then be stale
+        self.num_insertions = 0  # grows whenever one is added: an earlier match may then be too short
         self._seed = hashlib.sha256(seed if seed is not None else secrets.token_bytes(SEED_BYTES)).digest()
         self._pack_tokens = struct.Struct(f"<{block_size}q").pack
         self._blocks: dict[bytes, int] = {}
@@ -87,6 +88,7 @@ class PrefixIndex:
             raise ValueError(f"block {block} is indexed already, with other content")
         self._blocks[key] = block
         self._keys[block] = key
+        self.num_insertions += 1
         return True
 
     def remove(self, block: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from ..contracts.attention import AttentionLayer
@@ -29,7 +27,6 @@ class SelfAttention:
         "_output",
         "_q_norm",
         "_qkv",
-        "_rope",
         "_split",
         "layer",
     )
@@ -39,7 +36,6 @@ class SelfAttention:
         layer: AttentionLayer,
         qkv: Linear,
         output: Linear,
-        rope: Callable[[Tensor, Tensor, Tensor, Tensor], None],
         cos_sin: Tensor | None,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
@@ -48,7 +44,6 @@ class SelfAttention:
         self.layer = layer
         self._qkv = qkv
         self._output = output
-        self._rope = rope
         self._cos_sin = cos_sin
         self._q_norm = q_norm
         self._k_norm = k_norm
@@ -63,9 +58,8 @@ class SelfAttention:
         q, k, v = self._qkv(hidden).view(tokens, -1, self._head_dim).split_with_sizes(self._split, 1)
         if self._q_norm is not None and self._k_norm is not None:
             q, k = self._normed(self._q_norm, q), self._normed(self._k_norm, k)
-        if self._cos_sin is not None:
-            self._rope(q, k, positions, self._cos_sin)
-        return self._output(context.attend(self.layer, q, k, v).view(tokens, -1))
+        attended = context.attend(self.layer, q, k, v, positions, self._cos_sin)
+        return self._output(attended.view(tokens, -1))
 
     def _normed(self, norm: RMSNorm, x: Tensor) -> Tensor:
         """x [T, heads, D] -> a new, contiguous [T, heads, D]."""

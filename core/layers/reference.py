@@ -128,10 +128,17 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, layer: AttentionLayer
         scores = torch.tanh(scores / layer.soft_cap) * layer.soft_cap
     at_query = torch.arange(length - num_queries, length, device=query.device).unsqueeze(1)
     at_key = torch.arange(length, device=query.device).unsqueeze(0)
+    if layer.alibi_slopes is not None:
+        scores += layer.alibi_slopes.float()[:, None, None] * (at_key - at_query)
     hidden = at_key > at_query if causal else torch.zeros(num_queries, length, dtype=torch.bool, device=query.device)
     if layer.window is not None:
         hidden = hidden | (at_query - at_key >= layer.window)
     scores.masked_fill_(hidden, float("-inf"))
     # What no query sees may be a freed block's garbage, and zero times NaN is NaN.
     values = values.masked_fill(hidden.all(dim=0)[:, None, None], 0.0)
-    return torch.einsum("hqn,nhd->qhd", scores.softmax(dim=-1), values)
+    if layer.sinks is not None:
+        sinks = layer.sinks.float()[:, None, None].expand(-1, num_queries, 1)
+        weights = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
+    return torch.einsum("hqn,nhd->qhd", weights, values)

@@ -252,8 +252,9 @@ def _llama3(plain: Tensor, config: RopeConfig) -> Tensor:
 def cos_sin_table(config: RopeConfig, max_model_len: int, device: str | torch.device = "cpu") -> Tensor:
     """float32 [max_model_len, rotary_dim]: a row holds the cosines of one position, then its sines."""
     frequencies, scale = inverse_frequencies(config, max_model_len)
-    angles = torch.arange(max_model_len, dtype=torch.float32).unsqueeze(1) * frequencies
-    return (torch.cat((angles.cos(), angles.sin()), dim=1) * scale).to(device)
+    positions = torch.arange(max_model_len, dtype=torch.float32, device=device)
+    angles = positions.unsqueeze(1) * frequencies.to(device)
+    return torch.cat((angles.cos(), angles.sin()), dim=1).mul_(scale)
 
 
 class RopeTables:

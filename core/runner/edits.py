@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..layers.ops import OpTable
 from .penalties import PenaltyPool
 from .sampling_rows import Edits
 
@@ -26,7 +27,7 @@ class History:
     num_prompt_tokens: Tensor
 
 
-def apply_edits(logits: Tensor, edits: Edits, history: History, pool: PenaltyPool) -> None:
+def apply_edits(logits: Tensor, edits: Edits, history: History, pool: PenaltyPool, ops: OpTable) -> None:
     """Edits logits float32 [E, V] in place: the rows `edits.rows` of the step's sampling rows, in that order."""
     positions = history.positions.index_select(0, edits.rows)
     num_outputs = positions - history.num_prompt_tokens.index_select(0, edits.rows)
@@ -44,7 +45,7 @@ def apply_edits(logits: Tensor, edits: Edits, history: History, pool: PenaltyPoo
     if edits.forced is not None:
         _force(logits, *edits.forced)
     if edits.penalties is not None:
-        pool.apply(logits, *edits.penalties)
+        pool.apply(logits, *edits.penalties, ops)
 
 
 def _ban(logits: Tensor, at: Tensor, ids: Tensor, condition: Tensor) -> None:

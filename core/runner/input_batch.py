@@ -5,7 +5,7 @@
 
 A drawn token is written at its position on the device, and the next step gathers its input from there: a plan can be
 made and applied before the host knows the token. Positions, sequence lengths and slots derive from `num_computed` on
-the device.
+the device (the op `step_inputs`). One slot more than there are seats takes what padding rows write.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..contracts.attention import BatchGeometry
-from ..contracts.plan import NewRequest, ScheduledRequest, StepPlan
+from ..contracts.plan import NewRequest, ScheduledRequest
+from ..layers.ops import OpTable
+from .step_buffers import StepBuffers
+from .transfer import Transfers
 
 
 @dataclass(slots=True, eq=False)
@@ -35,22 +39,28 @@ class BatchRequest:
 
 
 @dataclass(slots=True, eq=False)
-class StepInputs:
-    """One step's batch: R rows in plan order, T tokens.
+class StepRows:
+    """The host's side of one step: R rows in plan order, T tokens.
 
     starts: first token of each row in the flat batch, and T at the end. before: tokens computed before this step, per
-        row.
-    seq_lens: int64 [R], on the device: also the position of the token that each row would draw next.
+        row. max_query_len, max_seq_len: the largest of the step. widths: block-table columns in use, per cache group.
     """
 
     requests: list[BatchRequest]
     starts: list[int]
     before: list[int]
-    slots: Tensor  # int64 [R]
-    input_ids: Tensor  # int64 [T]
-    positions: Tensor  # int64 [T]
-    seq_lens: Tensor
-    geometries: list[BatchGeometry]  # one per cache group
+    max_query_len: int
+    max_seq_len: int
+    widths: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.starts[-1]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row is one token."""
+        return self.starts[-1] == len(self.requests)
 
 
 class InputBatch:
@@ -59,24 +69,35 @@ class InputBatch:
     max_model_len bounds a request's tokens; one more column takes a token drawn past it, which nobody will read.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int, device: str) -> None:
-        self.device = device
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_groups: int,
+        ops: OpTable,
+        transfers: Transfers,
+    ) -> None:
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
-        self._stride = max_model_len + 1
-        max_blocks = -(-max_model_len // block_size) + 1
+        self._ops = ops
+        self._transfers = transfers
+        device = self.device = transfers.device
+        self.stride = max_model_len + 1
+        self.max_blocks = -(-max_model_len // block_size) + 1
+        num_slots = max_num_seqs + 1
         # Never read beyond what was written, so left unset: a CPU then backs only the pages in use.
-        self.token_ids = torch.empty((max_num_seqs, self._stride), dtype=torch.int32, device=device)
-        self.num_computed = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self.num_prompt_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self._tables = [
-            torch.zeros((max_num_seqs, max_blocks), dtype=torch.int32, device=device) for _ in range(num_groups)
-        ]
+        self.token_ids = torch.empty((num_slots, self.stride), dtype=torch.int32, device=device)
+        self.token_ids[max_num_seqs] = 0
+        self.num_computed = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.num_prompt_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.tables = tuple(
+            torch.zeros((num_slots, self.max_blocks), dtype=torch.int32, device=device) for _ in range(num_groups)
+        )
         self._requests: dict[int, BatchRequest] = {}
         self._free = list(range(max_num_seqs - 1, -1, -1))
-        self._counting = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
-        self._last_slots: list[int] = []  # of the step before: decode steps repeat them
-        self._last_slots_tensor = torch.zeros(0, dtype=torch.int64, device=device)
+        self._last_rows: list[int] = []  # slots and starts of the step before: decode steps repeat them
+        self._last_upload = torch.zeros(0, dtype=torch.int32, device=device)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -94,26 +115,40 @@ class InputBatch:
         for request_id in list(self._requests):
             self.remove(request_id)
 
-    def add(self, new: NewRequest) -> BatchRequest:
-        """Fills a slot. Raises RuntimeError on a plan that cannot be right: no seat left, known already, too long."""
+    def add(self, news: Sequence[NewRequest]) -> list[BatchRequest]:
+        """Fills slots, all with one upload. Raises RuntimeError on a plan that cannot be right: no seat left, known
+        already, too long."""
+        if not news:
+            return []
+        added = [self._seat(new) for new in news]
+        slots = np.array([request.slot for request in added], dtype=np.int64)
+        tokens = [np.array(new.token_ids, dtype=np.int32) for new in news]
+        places = np.concatenate([s * self.stride + np.arange(len(t)) for s, t in zip(slots, tokens, strict=True)])
+        facts = np.array([[new.num_computed_tokens, new.num_prompt_tokens] for new in news], dtype=np.int64)
+        up = self._transfers.array
+        at, counts = up(slots), up(facts)
+        self.token_ids.view(-1).index_copy_(0, up(places), up(np.concatenate(tokens)))
+        self.num_computed.index_copy_(0, at, counts[:, 0])
+        self.num_prompt_tokens.index_copy_(0, at, counts[:, 1])
+        fresh: list[tuple[int, BatchRequest, list[int]]] = []
+        for group, table in enumerate(self.tables):
+            table.index_fill_(0, at, 0)
+            fresh += [(group, request, new.block_ids[group]) for request, new in zip(added, news, strict=True)]
+        self._append_blocks(fresh)
+        return added
+
+    def _seat(self, new: NewRequest) -> BatchRequest:
         if new.request_id in self._requests:
             raise RuntimeError(f"request {new.request_id} is in the batch already")
         if not self._free:
             raise RuntimeError(f"request {new.request_id} has no seat: all {self.max_num_seqs} are taken")
-        if len(new.token_ids) >= self._stride:
+        if len(new.token_ids) >= self.stride:
             raise RuntimeError(
-                f"request {new.request_id} has {len(new.token_ids)} tokens; at most {self._stride - 1} fit"
+                f"request {new.request_id} has {len(new.token_ids)} tokens; at most {self.stride - 1} fit"
             )
-        slot = self._free.pop()
-        self.token_ids[slot, : len(new.token_ids)] = torch.tensor(new.token_ids, dtype=torch.int32, device=self.device)
-        self.num_computed[slot] = new.num_computed_tokens
-        self.num_prompt_tokens[slot] = new.num_prompt_tokens
-        for table, blocks in zip(self._tables, new.block_ids, strict=True):
-            table[slot].zero_()
-            table[slot, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32, device=self.device)
         request = BatchRequest(
             new.request_id,
-            slot,
+            self._free.pop(),
             new.num_prompt_tokens,
             new.num_computed_tokens,
             [len(blocks) for blocks in new.block_ids],
@@ -121,61 +156,14 @@ class InputBatch:
         self._requests[new.request_id] = request
         return request
 
-    def build(self, plan: StepPlan) -> StepInputs:
-        """Appends the plan's new blocks, lays out its rows and counts them as computed."""
-        requests, starts, before = self._advance(plan.scheduled)
-        num_rows, num_tokens = len(requests), starts[-1]
-        slots = self._slots(requests)
-        computed = self.num_computed.index_select(0, slots)
-        if num_tokens == num_rows:  # one token each: decode
-            start_loc, row_of_token, positions = self._counting[: num_rows + 1], None, computed
-            seq_lens = computed + 1
-        else:
-            start_loc = torch.tensor(starts, dtype=torch.int32, device=self.device)
-            counts = start_loc.diff().to(torch.int64)
-            rows = torch.arange(num_rows, device=self.device)
-            row_of_token = torch.repeat_interleave(rows, counts, output_size=num_tokens)
-            shift = (computed - start_loc[:-1]).index_select(0, row_of_token)
-            positions = torch.arange(num_tokens, device=self.device) + shift
-            seq_lens = computed + counts
-        self.num_computed.index_copy_(0, slots, seq_lens)
-        slot_of_token = slots if row_of_token is None else slots.index_select(0, row_of_token)
-        input_ids = self.token_ids.view(-1).take(slot_of_token * self._stride + positions).to(torch.int64)
-        longest = max(map(int.__sub__, starts[1:], starts))
-        most = max(request.num_computed for request in requests)
-        geometries = []
-        for group, table in enumerate(self._tables):
-            width = max(request.num_blocks[group] for request in requests)
-            block_table = table[:, :width].index_select(0, slots)
-            geometries.append(
-                BatchGeometry(
-                    query_start_loc=start_loc,
-                    seq_lens=seq_lens.to(torch.int32),
-                    block_table=block_table,
-                    slot_mapping=self._slot_mapping(block_table, row_of_token, positions),
-                    num_tokens=num_tokens,
-                    num_requests=num_rows,
-                    max_query_len=longest,
-                    max_seq_len=most,
-                    block_size=self.block_size,
-                )
-            )
-        return StepInputs(requests, starts, before, slots, input_ids, positions, seq_lens, geometries)
-
-    def write(self, slots: Tensor, positions: Tensor, token_ids: Tensor) -> None:
-        """Puts drawn tokens (int64 [S]) where the next step reads them."""
-        self.token_ids.view(-1).index_copy_(0, slots * self._stride + positions, token_ids.to(torch.int32))
-
-    def tokens(self, request: BatchRequest, start: int, stop: int) -> Tensor:
-        """A request's tokens start..stop: int64, on the device."""
-        return self.token_ids[request.slot, start:stop].to(torch.int64)
-
-    def _advance(self, scheduled: Sequence[ScheduledRequest]) -> tuple[list[BatchRequest], list[int], list[int]]:
-        """Host bookkeeping of a step; refuses a plan that would read or write where nothing was allocated."""
+    def advance(self, scheduled: Sequence[ScheduledRequest]) -> StepRows:
+        """The host's bookkeeping of a step: appends its new blocks and counts its tokens as computed. Raises RuntimeError
+        on a plan that would read or write where nothing was allocated."""
         requests: list[BatchRequest] = []
         starts, before, total = [0], [], 0
         fresh: list[tuple[int, BatchRequest, list[int]]] = []
         known, block_size = self._requests, self.block_size
+        longest = most = 0
         for row in scheduled:
             request = known.get(row.request_id)
             if request is None:
@@ -183,52 +171,76 @@ class InputBatch:
             if row.new_block_ids is not None:
                 fresh += [(group, request, blocks) for group, blocks in enumerate(row.new_block_ids) if blocks]
                 request.num_blocks = [n + len(b) for n, b in zip(request.num_blocks, row.new_block_ids, strict=True)]
-            computed = request.num_computed
-            after = computed + row.num_tokens
+            computed, num_tokens = request.num_computed, row.num_tokens
+            after = computed + num_tokens
             if (
-                row.num_tokens < 1
+                num_tokens < 1
                 or computed > row.num_scheduled_tokens_before
                 or after > min(request.num_blocks) * block_size
             ):
                 raise RuntimeError(
-                    f"request {row.request_id}: {row.num_tokens} tokens after {computed} (the plan says "
+                    f"request {row.request_id}: {num_tokens} tokens after {computed} (the plan says "
                     f"{row.num_scheduled_tokens_before}) do not fit its {request.num_blocks} blocks of {block_size}"
                 )
             request.num_computed = after
             requests.append(request)
             before.append(computed)
-            total += row.num_tokens
+            total += num_tokens
             starts.append(total)
+            longest, most = max(longest, num_tokens), max(most, after)
         if fresh:
             self._append_blocks(fresh)
-        return requests, starts, before
+        widths = [max(request.num_blocks[group] for request in requests) for group in range(len(self.tables))]
+        return StepRows(requests, starts, before, longest, most, widths)
 
-    def _append_blocks(self, fresh: list[tuple[int, BatchRequest, list[int]]]) -> None:
-        for group, table in enumerate(self._tables):
-            slots: list[int] = []
-            columns: list[int] = []
+    def lay_out(self, rows: StepRows) -> StepBuffers:
+        """A step's inputs in new tensors: T tokens, R rows."""
+        buffers = StepBuffers.allocate(len(rows.requests), rows.num_tokens, rows.widths, self.device)
+        packed = [request.slot for request in rows.requests] + rows.starts
+        if packed != self._last_rows:
+            self._last_rows = packed
+            self._last_upload = self._transfers.upload(packed, torch.int32)
+        num_rows = len(rows.requests)
+        buffers.slots, buffers.starts = self._last_upload[:num_rows], self._last_upload[num_rows:]
+        self.fill(buffers)
+        return buffers
+
+    def fill(self, buffers: StepBuffers) -> None:
+        """Works out a step's inputs on the device, and counts its tokens as computed there too."""
+        self._ops.step_inputs(
+            buffers.slots,
+            buffers.starts,
+            self.num_computed,
+            self.token_ids,
+            self.tables,
+            self.block_size,
+            buffers.input_ids,
+            buffers.positions,
+            buffers.seq_lens,
+            buffers.slot_mappings,
+            buffers.block_tables,
+        )
+
+    def geometries(self, buffers: StepBuffers, rows: StepRows) -> list[BatchGeometry]:
+        return buffers.geometries(self.block_size, rows.max_query_len, rows.max_seq_len)
+
+    def write(self, slots: Tensor, positions: Tensor, token_ids: Tensor) -> None:
+        """Puts drawn tokens (int64 [S]) where the next step reads them."""
+        self.token_ids.view(-1).index_copy_(0, slots * self.stride + positions, token_ids.to(torch.int32))
+
+    def tokens(self, request: BatchRequest, start: int, stop: int) -> Tensor:
+        """A request's tokens start..stop: int64, on the device."""
+        return self.token_ids[request.slot, start:stop].to(torch.int64)
+
+    def _append_blocks(self, fresh: Sequence[tuple[int, BatchRequest, list[int]]]) -> None:
+        for group, table in enumerate(self.tables):
+            places: list[int] = []
             values: list[int] = []
             for its_group, request, blocks in fresh:
                 if its_group == group:
-                    end = request.num_blocks[group]
-                    slots += [request.slot] * len(blocks)
-                    columns += range(end - len(blocks), end)
+                    end = request.slot * self.max_blocks + request.num_blocks[group]
+                    places += range(end - len(blocks), end)
                     values += blocks
             if values:
-                at = torch.tensor([slots, columns], dtype=torch.int64, device=self.device)
-                table[at[0], at[1]] = torch.tensor(values, dtype=torch.int32, device=self.device)
-
-    def _slots(self, requests: list[BatchRequest]) -> Tensor:
-        slots = [request.slot for request in requests]
-        if slots != self._last_slots:
-            self._last_slots = slots
-            self._last_slots_tensor = torch.tensor(slots, dtype=torch.int64, device=self.device)
-        return self._last_slots_tensor
-
-    def _slot_mapping(self, block_table: Tensor, row_of_token: Tensor | None, positions: Tensor) -> Tensor:
-        columns = torch.div(positions, self.block_size, rounding_mode="floor")
-        if row_of_token is None:
-            blocks = block_table.gather(1, columns.unsqueeze(1)).squeeze(1)
-        else:
-            blocks = block_table.view(-1).take(row_of_token * block_table.shape[1] + columns)
-        return blocks.to(torch.int64) * self.block_size + positions - columns * self.block_size
+                at = self._transfers.upload([places, values], torch.int64)
+                table.view(-1).index_copy_(0, at[0], at[1].to(torch.int32))

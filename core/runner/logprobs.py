@@ -9,9 +9,7 @@ from torch import Tensor
 from ..contracts.plan import PositionLogprobs
 
 
-def position_logprobs(
-    ids: Tensor, logprobs: Tensor, ranks: Tensor, counts: Sequence[int]
-) -> list[PositionLogprobs]:
+def position_logprobs(ids: Tensor, logprobs: Tensor, ranks: Tensor, counts: Sequence[int]) -> list[PositionLogprobs]:
     """One entry a row, of tensors on the host, each [S, 1 + most]. counts: the alternatives that each row asked for."""
     rows = zip(counts, ids.tolist(), logprobs.tolist(), ranks.tolist(), strict=True)
     return [

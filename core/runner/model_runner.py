@@ -3,95 +3,69 @@
 Nothing here knows a phase: a row of a step is some tokens of one request, whatever they are for. Rows that draw a token
 are picked out of the hidden states after the forward; prompt log-probabilities are computed from the hidden rows of
 their chunk, a slice at a time, so that a long prompt never needs its whole matrix of logits.
+
+On a device that works asynchronously nothing here waits for it but the callable that `launch_sample` gives: what the host
+needs to know is on its way there when that is made.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..contracts.attention import AttentionBackend, AttentionLayer, BatchGeometry, LayerCache
+from ..contracts.attention import LayerCache
 from ..contracts.executor import Worker
 from ..contracts.model import Model
-from ..contracts.plan import NewRequest, PositionLogprobs, RowResult, StepPlan, StepResult
+from ..contracts.plan import NewRequest, RowResult, StepPlan, StepResult
+from ..contracts.platform import Platform
 from ..kv_cache.block_pool import NULL_BLOCK
+from ..layers.ops import OpTable
 from .edits import History
-from .input_batch import BatchRequest, InputBatch, StepInputs
-from .kv_cache import CacheGroup, MemoryTable, copy_blocks, poison_blocks
-from .logprobs import gather_logprobs
+from .graphs import DecodeResult, GraphRunner, Progress
+from .input_batch import BatchRequest, InputBatch, StepRows
+from .kv_cache import MemoryTable, copy_blocks, poison_blocks
+from .logprobs import position_logprobs
 from .penalties import PenaltyPool, penalties_of
 from .processed import processed_logits
 from .processors import ActiveProcessor, ProcessedRows, ProcessorChain
-from .sampler import FAULTS, NOTHING_LEFT, describe_faults, sample
+from .prompt_logprobs import PromptChunk, PromptDescription, describe_prompt, prompt_chunks
+from .sampler import FAULTS, NOT_FINITE, NOTHING_LEFT, sample
 from .sampling_rows import SamplingBatch, SamplingRow, build_batch, resolve_row
-
-PROMPT_LOGPROB_SLICE = 64  # rows of logits that exist at once for prompt log-probabilities
+from .step_buffers import StepBuffers
+from .step_context import GroupCache, StepContext
+from .transfer import Download, Transfers
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerLimits:
-    """What buffers are sized by. logits_width: columns of the model's logits."""
+    """What buffers are sized by. logits_width: columns of the model's logits. max_graph_tokens: of a step that is replayed
+    from a graph; 0: no graphs."""
 
     max_num_seqs: int
     max_model_len: int
     block_size: int
     logits_width: int
-
-
-@dataclass(frozen=True, slots=True)
-class GroupCache:
-    """A cache group with the backend that serves it."""
-
-    group: CacheGroup
-    backend: AttentionBackend
-
-
-class StepContext:
-    """The ForwardContext of a step: sends each layer's attention to its group's backend and cache."""
-
-    def __init__(self, groups: Sequence[GroupCache], caches: dict[int, LayerCache]) -> None:
-        self._groups = groups
-        self._layers: dict[int, tuple[AttentionBackend, LayerCache]] = {
-            layer: (served.backend, caches[layer]) for served in groups for layer in served.group.layers
-        }
-
-    def prepare(self, geometries: Sequence[BatchGeometry]) -> None:
-        for served, geometry in zip(self._groups, geometries, strict=True):
-            served.backend.prepare(geometry)
-
-    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        backend, cache = self._layers[layer.index]
-        backend.write_kv(key, value, cache)
-        return backend.forward(query, cache, layer)
-
-
-@dataclass(frozen=True, slots=True)
-class _PromptChunk:
-    """Hidden rows whose next tokens belong to the prompt. place: the row in the step. first: the position that the
-    first of them predicts."""
-
-    request: BatchRequest
-    place: int
-    first: int
-    hidden: Tensor
-    count: int  # alternatives
+    max_graph_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A step between `execute` and `sample`. places: rows that draw a token, as indices into inputs.requests."""
+    """A step between `execute` and `sample`. places: rows that draw a token, as indices into rows.requests. hidden: of
+    those rows; nobody's where a graph decoded them."""
 
     step_id: int
-    inputs: StepInputs
+    rows: StepRows
+    buffers: StepBuffers
     places: list[int]
-    hidden: Tensor  # of those rows
-    chunks: list[_PromptChunk]
-    seconds: float
+    hidden: Tensor
+    decoded: DecodeResult | None
+    chunks: list[PromptChunk]
+    started: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +77,24 @@ class _SamplingPlan:
     slots: Tensor
     num_prompt_tokens: Tensor
     processed: tuple[ProcessedRows, ...]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every row takes its best token, and that is all."""
+        return self.batch.edits is None and not self.batch.groups and not self.batch.logprob_rows
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What the host is going to know of a step. drawn: token ids and fault codes, or the best logits where `is_plain`.
+    logprobs: of the rows `logprob_places`. names: the processors that serve a row, for its message."""
+
+    drawn: Download | None = None
+    is_plain: bool = False
+    logprobs: Download | None = None
+    logprob_places: list[int] = field(default_factory=list)
+    num_logprobs: tuple[int, ...] = ()
+    prompts: list[PromptDescription] = field(default_factory=list)
 
 
 class ModelRunner(Worker):
@@ -120,10 +112,11 @@ class ModelRunner(Worker):
         groups: Sequence[GroupCache],
         caches: dict[int, LayerCache],
         limits: RunnerLimits,
-        device: str,
+        ops: OpTable,
+        transfers: Transfers,
         *,
         memory: MemoryTable | None = None,
-        synchronize: Callable[[], None] | None = None,
+        platform: Platform | None = None,
         processors: Sequence[ActiveProcessor] = (),
         poison: bool = False,
         processed_logprobs: bool = False,
@@ -132,21 +125,47 @@ class ModelRunner(Worker):
         self._model = model
         self._groups = tuple(groups)
         self._caches = caches
-        self._context = StepContext(self._groups, caches)
+        self._context = StepContext(self._groups, caches, ops)
         self._limits = limits
-        self._device = device
-        self._synchronize = synchronize
-        self._batch = InputBatch(limits.max_num_seqs, limits.max_model_len, limits.block_size, len(groups), device)
+        self._ops = ops
+        self._transfers = transfers
+        self._platform = platform
+        self._batch = InputBatch(
+            limits.max_num_seqs, limits.max_model_len, limits.block_size, len(groups), ops, transfers
+        )
         self._rows: dict[int, SamplingRow] = {}
         self._prompt_logprobs: dict[int, int] = {}  # request -> alternatives, for those that ask
-        self._pool = PenaltyPool(limits.logits_width, device)
+        self._pool = PenaltyPool(limits.logits_width, transfers)
         self._processors = ProcessorChain(processors)
         self._poisons = poison
         self._processed_logprobs = processed_logprobs
+        self._graphs: GraphRunner | None = None  # set by capture_graphs
         if poison:
             self._poison([[NULL_BLOCK]] * len(self._groups))
         self._pending: _Pending | None = None
         self._sampling: _SamplingPlan | None = None
+
+    @torch.inference_mode()
+    def capture_graphs(self, progress: Progress | None = None) -> int:
+        """Captures the ladder of graphs, where device, attention backends and `limits` allow; returns how many."""
+        able = {served.backend.capabilities.graph_capture for served in self._groups}
+        if self._platform is None or not self._platform.supports_graphs or not self._limits.max_graph_tokens:
+            return 0
+        if "none" in able:
+            return 0
+        graphs = GraphRunner(
+            self._model,
+            self._context,
+            self._batch,
+            self._ops,
+            self._platform,
+            self._transfers,
+            max_model_len=self._limits.max_model_len,
+            max_tokens=self._limits.max_graph_tokens if able == {"any"} else 0,
+        )
+        graphs.capture(progress)
+        self._graphs = graphs
+        return graphs.num_graphs
 
     # Worker.
 
@@ -158,39 +177,52 @@ class ModelRunner(Worker):
         started = time.perf_counter()
         for request_id in plan.removed:
             self._remove(request_id)
-        for new in plan.new:
-            self._add(new)
+        self._add(plan.new)
         self._processors.flush()
         if self._poisons:
             self._poison(self._fresh_blocks(plan))
         if plan.block_copies:
             self._copy_blocks(plan.block_copies)
-        inputs = self._batch.build(plan)
-        self._context.prepare(inputs.geometries)
-        hidden = self._model.forward(self._model.embed(inputs.input_ids), inputs.positions, self._context)
+        rows = self._batch.advance(plan.scheduled)
         places = [place for place, row in enumerate(plan.scheduled) if row.samples]
-        chunks = self._prompt_chunks(inputs, hidden) if self._prompt_logprobs else []
-        if len(places) != len(hidden):
-            last = [inputs.starts[place + 1] - 1 for place in places]
-            hidden = hidden.index_select(0, torch.tensor(last, dtype=torch.int64, device=self._device))
-        self._pending = _Pending(plan.step_id, inputs, places, hidden, chunks, time.perf_counter() - started)
+        buffers, hidden, decoded = self._forward(rows, draws_all=len(places) == len(rows.requests))
+        chunks: list[PromptChunk] = []
+        if decoded is None:
+            chunks = prompt_chunks(rows, hidden, self._prompt_logprobs) if self._prompt_logprobs else []
+            if len(places) != len(hidden):
+                last = [rows.starts[place + 1] - 1 for place in places]
+                hidden = hidden.index_select(0, self._transfers.upload(last, torch.int64))
+        self._pending = _Pending(plan.step_id, rows, buffers, places, hidden, decoded, chunks, started)
+
+    def _forward(self, rows: StepRows, *, draws_all: bool) -> tuple[StepBuffers, Tensor, DecodeResult | None]:
+        """Runs the model over a step: hidden states of all its tokens, and what a decode graph made of them."""
+        if self._graphs is not None:
+            step = self._graphs.run(rows, decode=draws_all and rows.is_decode and not self._prompt_logprobs)
+            if step is not None:
+                return step.buffers, step.hidden, step.decoded
+        buffers = self._batch.lay_out(rows)
+        self._context.prepare(self._batch.geometries(buffers, rows))
+        embeds = self._model.embed(buffers.input_ids)
+        return buffers, self._model.forward(embeds, buffers.positions, self._context), None
+
+    def sample(self, plan: StepPlan, masks: Mapping[int, Tensor] | None) -> StepResult:
+        """Raises RuntimeError when `plan` is not the step executed last."""
+        return self.launch_sample(plan, masks)()
 
     @torch.inference_mode()
-    def sample(self, plan: StepPlan, masks: Mapping[int, Tensor] | None) -> StepResult:
+    def launch_sample(self, plan: StepPlan, masks: Mapping[int, Tensor] | None) -> Callable[[], StepResult]:
         """Raises RuntimeError when `plan` is not the step executed last."""
         pending = self._pending
         if pending is None or pending.step_id != plan.step_id:
             raise RuntimeError(f"step {plan.step_id} was not executed last")
         self._pending = None
-        started = time.perf_counter()
-        rows = [RowResult(request.request_id, []) for request in pending.inputs.requests]
+        outcome = _Outcome()
         if pending.places:
-            self._draw(pending, masks or {}, rows)
+            self._draw(pending, masks or {}, outcome)
         for chunk in pending.chunks:
-            self._describe_prompt(chunk, rows[chunk.place])
-        if self._processors.failures:
-            self._end_failed(rows)
-        return StepResult(plan.step_id, rows, pending.seconds + time.perf_counter() - started)
+            tokens = self._batch.tokens(chunk.request, chunk.first, chunk.first + len(chunk.hidden))
+            outcome.prompts.append(describe_prompt(chunk, tokens, self._model, self._ops, self._transfers))
+        return lambda: self._result(pending, outcome)
 
     def collective(self, method: str, *args: Any) -> Any:
         """reset: forgets every request. memory: the memory table's lines. Raises ValueError on another name."""
@@ -203,31 +235,34 @@ class ModelRunner(Worker):
 
     def shutdown(self) -> None:
         self._reset()
-        if self._synchronize is not None:
-            self._synchronize()
+        if self._platform is not None:
+            self._platform.synchronize()
+        self._graphs = None
         self._caches.clear()
 
     # Requests.
 
-    def _add(self, new: NewRequest) -> None:
-        request = self._batch.add(new)
-        penalty_row = None
-        penalties = penalties_of(new.sampling)
-        if penalties is not None:
-            tokens = self._batch.tokens(request, 0, len(new.token_ids))
-            penalty_row = self._pool.add(penalties, tokens[: new.num_prompt_tokens], tokens[new.num_prompt_tokens :])
-        self._rows[new.request_id] = resolve_row(
-            new.sampling,
-            new.request_id,
-            self._limits.logits_width,
-            self._device,
-            penalty_row,
-            processed=bool(self._processors and self._processors.add(new, request.slot)),
-        )
-        # A request that comes back with outputs has had its prompt's log-probabilities delivered.
-        if new.sampling.prompt_logprobs is not None and len(new.token_ids) == new.num_prompt_tokens:
-            self._prompt_logprobs[new.request_id] = new.sampling.prompt_logprobs
-        self._sampling = None  # a request that comes back has another slot
+    def _add(self, news: Sequence[NewRequest]) -> None:
+        for new, request in zip(news, self._batch.add(news), strict=True):
+            penalty_row = None
+            penalties = penalties_of(new.sampling)
+            if penalties is not None:
+                tokens = self._batch.tokens(request, 0, len(new.token_ids))
+                penalty_row = self._pool.add(
+                    penalties, tokens[: new.num_prompt_tokens], tokens[new.num_prompt_tokens :]
+                )
+            self._rows[new.request_id] = resolve_row(
+                new.sampling,
+                new.request_id,
+                self._limits.logits_width,
+                self._transfers,
+                penalty_row,
+                processed=bool(self._processors and self._processors.add(new, request.slot)),
+            )
+            # A request that comes back with outputs has had its prompt's log-probabilities delivered.
+            if new.sampling.prompt_logprobs is not None and len(new.token_ids) == new.num_prompt_tokens:
+                self._prompt_logprobs[new.request_id] = new.sampling.prompt_logprobs
+            self._sampling = None  # a request that comes back has another slot
 
     def _remove(self, request_id: int) -> None:
         self._batch.remove(request_id)
@@ -259,29 +294,34 @@ class ModelRunner(Worker):
     def _poison(self, blocks: Sequence[Sequence[int]]) -> None:
         for served, ids in zip(self._groups, blocks, strict=True):
             if ids:
-                at = torch.tensor(ids, dtype=torch.int64, device=self._device)
+                at = self._transfers.upload(ids, torch.int64)
                 poison_blocks(served.group, served.backend.layout, self._caches, at)
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         for index, served in enumerate(self._groups):
             pairs = [(source, destination) for group, source, destination in copies if group == index]
             if pairs:
-                at = torch.tensor(pairs, dtype=torch.int64, device=self._device)
+                at = self._transfers.upload(pairs, torch.int64)
                 copy_blocks(served.group, served.backend.layout, self._caches, at[:, 0], at[:, 1])
 
     # Sampling.
 
-    def _draw(self, pending: _Pending, masks: Mapping[int, Tensor], results: list[RowResult]) -> None:
-        inputs, places = pending.inputs, pending.places
-        logits = self._model.logits(pending.hidden)
+    def _draw(self, pending: _Pending, masks: Mapping[int, Tensor], outcome: _Outcome) -> None:
+        rows, places = pending.rows, pending.places
+        plan = self._sampling_plan([rows.requests[place] for place in places], masks)
+        decoded = pending.decoded
+        if decoded is not None and plan.is_plain:  # the graph has written the tokens already
+            outcome.is_plain = True
+            outcome.drawn = self._transfers.download(decoded.token_ids[: len(places)], decoded.best[: len(places)])
+            return
+        logits = self._model.logits(pending.hidden) if decoded is None else decoded.logits[: len(places)]
         if logits.shape[1] != self._limits.logits_width:
             raise RuntimeError(
                 f"the model gives {logits.shape[1]} logits a row, {self._limits.logits_width} were announced"
             )
-        plan = self._sampling_plan([inputs.requests[place] for place in places], masks)
-        positions = inputs.seq_lens
-        if len(places) != len(inputs.requests):
-            positions = positions.index_select(0, torch.tensor(places, dtype=torch.int64, device=self._device))
+        positions = pending.buffers.seq_lens[: len(rows.requests)].to(torch.int64)
+        if len(places) != len(rows.requests):
+            positions = positions.index_select(0, self._transfers.upload(places, torch.int64))
         history = History(self._batch.token_ids, plan.slots, positions, plan.num_prompt_tokens)
         num_failed = len(self._processors.failures)
         drawn = sample(
@@ -289,38 +329,35 @@ class ModelRunner(Worker):
             plan.batch,
             history,
             self._pool,
+            self._ops,
             overwrite=not plan.batch.logprob_rows,
             process=self._processing(plan, positions),
         )
         if len(self._processors.failures) != num_failed:
             self._sampling = None  # whoever failed is not processed again
         self._batch.write(plan.slots, positions, drawn.token_ids)
-        token_ids, faults = torch.stack((drawn.token_ids, drawn.faults)).tolist()
-        for place, token_id, error in zip(places, token_ids, describe_faults(faults), strict=True):
-            if error is None:
-                results[place].token_ids.append(token_id)
-            else:
-                results[place].error = self._explained(error, results[place].request_id)
+        outcome.drawn = self._transfers.download(drawn.token_ids, drawn.faults)
         if plan.batch.logprob_rows:
             if self._processed_logprobs:
                 logits = processed_logits(logits, drawn.edited, plan.batch)
-            self._describe_drawn(logits, drawn.token_ids, plan.batch, places, results)
+            self._describe_drawn(logits, drawn.token_ids, plan.batch, places, outcome)
 
     def _processing(self, plan: _SamplingPlan, positions: Tensor) -> Callable[[Tensor], Tensor] | None:
         if not plan.processed:
             return None
         return lambda edited: self._processors.apply(edited, plan.processed, self._batch.token_ids, positions)
 
-    def _explained(self, fault: str, request_id: int) -> str:
-        """A sampling fault, with the processors that may be behind it."""
-        names = self._processors.names(request_id) if fault == FAULTS[NOTHING_LEFT] else ""
-        return f"no token can be drawn: {names} left no logit, or one that is not a number" if names else fault
-
-    def _end_failed(self, results: list[RowResult]) -> None:
-        for result in results:
-            fault = self._processors.failures.get(result.request_id)
-            if fault is not None:
-                result.error, result.token_ids, result.logprobs = fault, [], None
+    def _describe_drawn(
+        self, logits: Tensor, token_ids: Tensor, batch: SamplingBatch, places: list[int], outcome: _Outcome
+    ) -> None:
+        """Log-probabilities of drawn tokens, for the rows that asked."""
+        if len(batch.logprob_rows) != len(places):
+            at = self._transfers.upload(batch.logprob_rows, torch.int64)
+            logits, token_ids = logits.index_select(0, at), token_ids.index_select(0, at)
+        found = self._ops.gather_logprobs(logits, token_ids, max(batch.num_logprobs))
+        outcome.logprobs = self._transfers.download(*found)
+        outcome.logprob_places = [places[row] for row in batch.logprob_rows]
+        outcome.num_logprobs = batch.num_logprobs
 
     def _sampling_plan(self, requests: Sequence[BatchRequest], masks: Mapping[int, Tensor]) -> _SamplingPlan:
         key = [request.request_id for request in requests]
@@ -328,8 +365,8 @@ class ModelRunner(Worker):
             return self._sampling
         at_place = {place: masks[request_id] for place, request_id in enumerate(key) if request_id in masks}
         rows = [self._rows[request_id] for request_id in key]
-        slots = torch.tensor([request.slot for request in requests], dtype=torch.int64, device=self._device)
-        batch = build_batch(rows, at_place, self._limits.logits_width, self._device)
+        slots = self._transfers.upload([request.slot for request in requests], torch.int64)
+        batch = build_batch(rows, at_place, self._limits.logits_width, self._transfers)
         num_prompt_tokens = self._batch.num_prompt_tokens.index_select(0, slots)
         processed: tuple[ProcessedRows, ...] = ()
         if self._processors and batch.edits is not None:
@@ -338,43 +375,50 @@ class ModelRunner(Worker):
         self._sampling = None if masks else plan
         return plan
 
-    def _describe_drawn(
-        self, logits: Tensor, token_ids: Tensor, batch: SamplingBatch, places: list[int], results: list[RowResult]
-    ) -> None:
-        """Log-probabilities of drawn tokens, for the rows that asked."""
-        if len(batch.logprob_rows) != len(places):
-            at = torch.tensor(batch.logprob_rows, dtype=torch.int64, device=self._device)
-            logits, token_ids = logits.index_select(0, at), token_ids.index_select(0, at)
-        entries = gather_logprobs(logits, token_ids, batch.num_logprobs)
-        for row, entry in zip(batch.logprob_rows, entries, strict=True):
-            result = results[places[row]]
-            if result.error is None:
-                result.logprobs = [entry]
+    # Results: the host's side, once the device is done.
 
-    # Prompt log-probabilities.
+    def _result(self, pending: _Pending, outcome: _Outcome) -> StepResult:
+        rows = [RowResult(request.request_id, []) for request in pending.rows.requests]
+        if outcome.drawn is not None:
+            self._take_drawn(outcome.drawn, outcome.is_plain, pending.places, rows)
+        if outcome.logprobs is not None:
+            ids, logprobs, ranks = outcome.logprobs.wait()
+            found = position_logprobs(ids, logprobs, ranks, outcome.num_logprobs)
+            for place, entry in zip(outcome.logprob_places, found, strict=True):
+                if rows[place].error is None:
+                    rows[place].logprobs = [entry]
+        for prompt in outcome.prompts:
+            entries = prompt.entries()
+            if entries is None:
+                row = rows[prompt.place]
+                row.error, row.token_ids, row.logprobs = FAULTS[NOT_FINITE], [], None
+            else:
+                rows[prompt.place].prompt_logprobs = (prompt.first, entries)
+        if self._processors.failures:
+            self._end_failed(rows)
+        return StepResult(pending.step_id, rows, time.perf_counter() - pending.started)
 
-    def _prompt_chunks(self, inputs: StepInputs, hidden: Tensor) -> list[_PromptChunk]:
-        """Hidden rows of this step that predict a prompt token, per request that asked."""
-        chunks = []
-        for place, request in enumerate(inputs.requests):
-            count = self._prompt_logprobs.get(request.request_id)
-            if count is None:
-                continue
-            start, first = inputs.starts[place], inputs.before[place] + 1
-            stop = min(inputs.starts[place + 1], start + request.num_prompt_tokens - first)
-            if stop > start:
-                chunks.append(_PromptChunk(request, place, first, hidden[start:stop], count))
-        return chunks
+    def _take_drawn(self, drawn: Download, is_plain: bool, places: list[int], rows: list[RowResult]) -> None:
+        token_ids, second = drawn.wait()
+        if is_plain:
+            faults = torch.isfinite(second).logical_not_().to(torch.int64)  # NOT_FINITE is 1
+        else:
+            faults = second
+        for place, token_id, fault in zip(places, token_ids.tolist(), faults.tolist(), strict=True):
+            if fault:
+                rows[place].error = self._explained(fault, rows[place].request_id)
+            else:
+                rows[place].token_ids.append(token_id)
 
-    def _describe_prompt(self, chunk: _PromptChunk, result: RowResult) -> None:
-        entries: list[PositionLogprobs] = []
-        for start in range(0, len(chunk.hidden), PROMPT_LOGPROB_SLICE):
-            logits = self._model.logits(chunk.hidden[start : start + PROMPT_LOGPROB_SLICE])
-            first = chunk.first + start
-            targets = self._batch.tokens(chunk.request, first, first + len(logits))
-            if not bool(torch.isfinite(logits.amax(1)).all()):
-                result.error = FAULTS[1]
-                result.token_ids, result.logprobs = [], None
-                return
-            entries += gather_logprobs(logits, targets, [chunk.count] * len(logits))
-        result.prompt_logprobs = (chunk.first, entries)
+    def _explained(self, fault: int, request_id: int) -> str | None:
+        """A sampling fault, with the processors that may be behind it."""
+        names = self._processors.names(request_id) if fault == NOTHING_LEFT else ""
+        if names:
+            return f"no token can be drawn: {names} left no logit, or one that is not a number"
+        return FAULTS[fault]
+
+    def _end_failed(self, results: list[RowResult]) -> None:
+        for result in results:
+            fault = self._processors.failures.get(result.request_id)
+            if fault is not None:
+                result.error, result.token_ids, result.logprobs = fault, [], None

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..layers.ops import OpTable
 from ..sampling_params import SamplingParams
+from .transfer import Transfers
 
 _FIRST_CAPACITY = 8
 
@@ -35,13 +37,13 @@ class PenaltyPool:
     """What each penalised request's tokens have cost so far. Rows are handed out, freed and reused; the pool grows by
     doubling. Kept per token: how often it was drawn, what its logit is divided by, what is taken off it."""
 
-    def __init__(self, logits_width: int, device: str) -> None:
+    def __init__(self, logits_width: int, transfers: Transfers) -> None:
         self._width = logits_width
-        self._device = device
-        self._counts = torch.zeros((0, logits_width), dtype=torch.int32, device=device)
-        self._divisors = torch.ones((0, logits_width), device=device)
-        self._amounts = torch.zeros((0, logits_width), device=device)
-        self._penalties = torch.zeros((0, 3), device=device)  # repetition, presence, frequency
+        self._transfers = transfers
+        self._counts = self._zeros(0, torch.int32, logits_width)
+        self._divisors = self._zeros(0, torch.float32, logits_width)
+        self._amounts = self._zeros(0, torch.float32, logits_width)
+        self._penalties = self._zeros(0, torch.float32, 3)  # repetition, presence, frequency
         self._free: list[int] = []
 
     def __len__(self) -> int:
@@ -53,16 +55,14 @@ class PenaltyPool:
         if not self._free:
             self._grow()
         row = self._free.pop()
-        # A prompt may hold ids beyond the logits (padded embeddings): no penalty can apply to what cannot be drawn.
-        in_prompt = torch.bincount(prompt_ids, minlength=self._width)[: self._width] > 0
-        counts = torch.bincount(output_ids, minlength=self._width)[: self._width]
+        in_prompt = self._count(prompt_ids) > 0
+        counts = self._count(output_ids)
         drawn = counts > 0
-        self._counts[row] = counts.to(torch.int32)
-        self._divisors[row] = torch.where(in_prompt | drawn, penalties.repetition, 1.0)
+        self._counts[row] = counts
+        self._divisors[row] = torch.ones_like(self._divisors[row]).masked_fill_(in_prompt | drawn, penalties.repetition)
         self._amounts[row] = penalties.frequency * counts + penalties.presence * drawn
-        self._penalties[row] = torch.tensor(
-            (penalties.repetition, penalties.presence, penalties.frequency), device=self._device
-        )
+        settings = (penalties.repetition, penalties.presence, penalties.frequency)
+        self._penalties[row] = self._transfers.upload(settings, torch.float32)
         return row
 
     def remove(self, row: int) -> None:
@@ -81,25 +81,33 @@ class PenaltyPool:
         """Frees every row."""
         self._free = list(range(self._counts.shape[0]))
 
-    def apply(self, logits: Tensor, local: Tensor, rows: Tensor) -> None:
+    def apply(self, logits: Tensor, local: Tensor, rows: Tensor, ops: OpTable) -> None:
         """Penalises rows `local` int64 [P] of logits [E, V] in place by the pool rows `rows` int64 [P].
 
         Repetition (HF's definition): a token seen in prompt or output has a positive logit divided, a negative one
         multiplied. Presence and frequency (OpenAI's): minus presence once, minus frequency times the count, for tokens
         of the output.
         """
-        values = logits.index_select(0, local)
-        divisors = self._divisors.index_select(0, rows)
-        values = torch.where(values > 0, values / divisors, values.mul_(divisors))
-        values -= self._amounts.index_select(0, rows)
-        logits.index_copy_(0, local, values)
+        ops.penalize(logits, local, rows, self._divisors, self._amounts)
+
+    def _count(self, token_ids: Tensor) -> Tensor:
+        """How often each token is among integer token_ids: int32 [V]. Not `bincount`: a GPU would have to be waited for.
+
+        A prompt may hold ids beyond the logits (padded embeddings): no penalty can apply to what cannot be drawn.
+        """
+        counts = self._zeros(self._width + 1, torch.int32)
+        at = token_ids.to(torch.int64).clamp(max=self._width)
+        return counts.scatter_add_(0, at, torch.ones_like(at, dtype=torch.int32))[: self._width]
+
+    def _zeros(self, count: int, dtype: torch.dtype, *width: int) -> Tensor:
+        return torch.zeros((count, *width), dtype=dtype, device=self._transfers.device)
 
     def _grow(self) -> None:
         old = self._counts.shape[0]
         new = max(_FIRST_CAPACITY, 2 * old)
         for name in ("_counts", "_divisors", "_amounts", "_penalties"):
             before: Tensor = getattr(self, name)
-            after = torch.zeros((new, before.shape[1]), dtype=before.dtype, device=self._device)
+            after = self._zeros(new, before.dtype, before.shape[1])
             after[:old] = before
             setattr(self, name, after)
         self._free.extend(range(new - 1, old - 1, -1))

@@ -10,6 +10,8 @@ ones. Reported log-probabilities are the raw model's, before all of this, unless
 
 Rows are grouped by what they ask for, and a row pays only for its own features; every operation works within a row, so
 batch mates cannot change a result, not even in the last bit. A row whose logits are NaN is reported and harms no other.
+
+On a device that works asynchronously nothing here waits for it: shapes follow from the batch, which the host knows.
 """
 
 from __future__ import annotations
@@ -20,10 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .blockwise import row_max
-from .draw import draw_ordered, draw_unordered
+from ..layers.ops import OpTable
 from .edits import History, apply_edits
-from .noise import uniform
 from .penalties import PenaltyPool
 from .sampling_rows import DrawGroup, SamplingBatch
 
@@ -51,6 +51,7 @@ def sample(
     batch: SamplingBatch,
     history: History,
     pool: PenaltyPool,
+    ops: OpTable,
     *,
     overwrite: bool = False,
     process: Callable[[Tensor], Tensor] | None = None,
@@ -58,36 +59,49 @@ def sample(
     """logits: float32 [S, V], kept as they are unless `overwrite` allows edits in place (a copy less when every row is
     edited). process: the logits processors' work on the edited rows [E, V]. Updates the counts that penalties need with the
     drawn tokens."""
-    best, token_ids = row_max(logits)
-    faults = torch.ne(best - best, 0.0).to(torch.int64)  # infinity minus itself is NaN, which equals nothing
+    best, token_ids = ops.argmax(logits)
+    faults = _not_finite(best)
     edited, edited_best = logits, best
     if batch.edits is not None:
         in_place = overwrite and len(batch.edits.rows) == len(logits)
         edited = logits if in_place else logits.index_select(0, batch.edits.rows)
-        apply_edits(edited, batch.edits, history, pool)
+        apply_edits(edited, batch.edits, history, pool, ops)
         if process is not None:
             edited = process(edited)
-        edited_best, edited_ids = row_max(edited)
+        edited_best, edited_ids = ops.argmax(edited)
         token_ids = token_ids.index_copy(0, batch.edits.rows, edited_ids)
-        nothing_left = torch.where(torch.ne(edited_best - edited_best, 0.0), NOTHING_LEFT, 0)
         before = faults.index_select(0, batch.edits.rows)
+        nothing_left = _not_finite(edited_best) * NOTHING_LEFT
         faults = faults.index_copy(0, batch.edits.rows, torch.where(before > 0, before, nothing_left))
     for group in batch.groups:
         source, source_best = (edited, edited_best) if group.edited else (logits, best)
-        token_ids = token_ids.index_copy(0, group.rows, _draw(source, source_best, group, history.positions))
+        token_ids = token_ids.index_copy(0, group.rows, _draw(source, source_best, group, history, ops))
     if batch.edits is not None and batch.edits.penalties is not None:
         at, pool_rows = batch.edits.penalties
         pool.record(pool_rows, token_ids.index_select(0, batch.edits.rows.index_select(0, at)))
     return Drawn(token_ids, faults, None if batch.edits is None else edited)
 
 
-def _draw(logits: Tensor, best: Tensor, group: DrawGroup, positions: Tensor) -> Tensor:
+def _not_finite(values: Tensor) -> Tensor:
+    """int64, 1 where a value is NaN or infinite: less itself it is NaN then, which equals nothing."""
+    return torch.ne(values - values, 0.0).to(torch.int64)
+
+
+def _draw(logits: Tensor, best: Tensor, group: DrawGroup, history: History, ops: OpTable) -> Tensor:
     if group.source is not None:
         logits, best = logits.index_select(0, group.source), best.index_select(0, group.source)
-    uniforms = uniform(group.seeds, positions.index_select(0, group.rows))
-    if group.ordered:
-        return draw_ordered(logits, best, group.temperature, group.min_p, group.top_k, group.top_p, uniforms)
-    return draw_unordered(logits, best, group.temperature, group.min_p, uniforms)
+    positions = history.positions.index_select(0, group.rows)
+    return ops.draw(
+        logits,
+        best,
+        group.temperature,
+        group.min_p,
+        group.top_k,
+        group.top_p,
+        group.seeds,
+        positions,
+        group.ordered,
+    )
 
 
 def describe_faults(faults: Sequence[int]) -> list[str | None]:

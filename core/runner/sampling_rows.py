@@ -5,14 +5,16 @@ after step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..layers.sampling.draw import ALWAYS, OFF
 from ..sampling_params import SamplingParams
+from .transfer import Transfers
 
 BIAS_BAN, BIAS_FORCE = -100.0, 100.0
 
@@ -65,7 +67,7 @@ def resolve_row(
     params: SamplingParams,
     request_id: int,
     logits_width: int,
-    device: str,
+    transfers: Transfers,
     penalty_row: int | None,
     *,
     processed: bool = False,
@@ -81,8 +83,7 @@ def resolve_row(
     until.update({i: ALWAYS for i, value in params.logit_bias.items() if value == BIAS_BAN})
     allowed = None
     if params.allowed_token_ids is not None:
-        allowed = torch.zeros(logits_width, dtype=torch.bool, device=device)
-        allowed[torch.tensor(params.allowed_token_ids, dtype=torch.int64, device=device)] = True
+        allowed = transfers.to_device(_mask(params.allowed_token_ids, logits_width))
     return SamplingRow(
         greedy=params.is_greedy or params.top_k == 1,
         # The front end gives every request a seed; without one the request's number keeps results reproducible.
@@ -151,41 +152,69 @@ class SamplingBatch:
     num_logprobs: tuple[int, ...]  # alternatives each of them asked for
 
 
-class _Builder:
-    """Uploads lists, None when empty."""
+def _mask(token_ids: Sequence[int], logits_width: int) -> Tensor:
+    """bool [V] on the host, True at the ids given."""
+    mask = torch.zeros(logits_width, dtype=torch.bool)
+    mask[torch.tensor(token_ids, dtype=torch.int64)] = True
+    return mask
 
-    def __init__(self, device: str) -> None:
-        self.device = device
 
-    def ints(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+class _Host:
+    """A host tensor that is to be on the device."""
 
-    def floats(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
+    __slots__ = ("tensor",)
 
-    def triples(self, found: list[tuple[int, int, float]], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor] | None:
-        if not found:
-            return None
-        at, ids, values = zip(*found, strict=True)
-        return self.ints(at), self.ints(ids), torch.tensor(values, dtype=dtype, device=self.device)
+    def __init__(self, values: Sequence[Any], dtype: torch.dtype) -> None:
+        self.tensor = torch.tensor(values, dtype=dtype)
 
-    def pairs(self, found: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | None:
-        if not found:
-            return None
-        first, second = zip(*found, strict=True)
-        return self.ints(first), self.ints(second)
 
-    def masks(self, found: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor] | None:
-        if not found:
-            return None
-        return self.ints([at for at, _ in found]), torch.stack([mask for _, mask in found])
+def _upload(found: Any, transfers: Transfers) -> Any:
+    """The same structure of tuples and data classes, with device tensors for each _Host; one copy takes all of them."""
+    if transfers.device == "cpu":
+        return _replaced(found, lambda host: host.tensor)
+    hosts: list[_Host] = []
+    _replaced(found, hosts.append)
+    if not hosts:
+        return found
+    hosts.sort(key=lambda host: -host.tensor.element_size())  # the widest first: so each is aligned to its own dtype
+    pieces = [host.tensor.reshape(-1).view(torch.uint8) for host in hosts]
+    moved = torch.split(transfers.to_device(torch.cat(pieces)), [len(piece) for piece in pieces])
+    on_device = {
+        id(host): piece.view(host.tensor.dtype).view(host.tensor.shape)
+        for host, piece in zip(hosts, moved, strict=True)
+    }
+    return _replaced(found, lambda host: on_device[id(host)])
+
+
+def _replaced(found: Any, move: Callable[[_Host], Any]) -> Any:
+    if isinstance(found, _Host):
+        return move(found)
+    if isinstance(found, tuple):
+        return tuple(_replaced(item, move) for item in found)
+    if is_dataclass(found) and not isinstance(found, type):
+        return type(found)(**{field.name: _replaced(getattr(found, field.name), move) for field in fields(found)})
+    return found
+
+
+def _ints(values: Sequence[Any]) -> Any:
+    return _Host(values, torch.int64)
+
+
+def _floats(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Any:
+    return _Host(values, dtype)
+
+
+def _columns(found: Sequence[tuple[Any, ...]], *dtypes: torch.dtype) -> Any:
+    """One tensor for each place of the tuples; None when there are none."""
+    if not found:
+        return None
+    return tuple(_Host(column, dtype) for column, dtype in zip(zip(*found, strict=True), dtypes, strict=True))
 
 
 def build_batch(
-    rows: Sequence[SamplingRow], masks: Mapping[int, Tensor], logits_width: int, device: str
+    rows: Sequence[SamplingRow], masks: Mapping[int, Tensor], logits_width: int, transfers: Transfers
 ) -> SamplingBatch:
-    """rows: in sampling order. masks: place -> bool [V] of the tokens that a grammar allows there."""
-    build = _Builder(device)
+    """rows: in sampling order. masks: place -> bool [V] on the device, of the tokens that a grammar allows there."""
     edited = [place for place, row in enumerate(rows) if row.edited or place in masks]
     at_of = {place: at for at, place in enumerate(edited)}
     grouped: dict[tuple[bool, bool], list[int]] = {}
@@ -196,41 +225,45 @@ def build_batch(
     for (is_edited, ordered), places in grouped.items():
         source = [at_of[place] for place in places] if is_edited else places
         whole = len(source) == (len(edited) if is_edited else len(rows))
-        groups.append(
-            _draw_group(build, [rows[p] for p in places], places, None if whole else source, is_edited, ordered)
-        )
+        groups.append(_draw_group([rows[p] for p in places], places, None if whole else source, is_edited, ordered))
     with_logprobs = [(place, row.logprobs) for place, row in enumerate(rows) if row.logprobs is not None]
-    return SamplingBatch(
-        edits=_edits(build, [rows[p] for p in edited], edited, masks, logits_width) if edited else None,
+    batch = SamplingBatch(
+        edits=_edits([rows[p] for p in edited], edited, masks, logits_width, transfers) if edited else None,
         groups=tuple(groups),
         logprob_rows=tuple(place for place, _ in with_logprobs),
         num_logprobs=tuple(count for _, count in with_logprobs),
     )
+    uploaded: SamplingBatch = _upload(batch, transfers)
+    return uploaded
 
 
 def _draw_group(
-    build: _Builder, rows: list[SamplingRow], places: list[int], source: list[int] | None, edited: bool, ordered: bool
+    rows: list[SamplingRow], places: list[int], source: list[int] | None, edited: bool, ordered: bool
 ) -> DrawGroup:
     min_p = [row.min_p for row in rows]
     return DrawGroup(
         edited=edited,
         ordered=ordered,
-        rows=build.ints(places),
-        source=None if source is None else build.ints(source),
-        temperature=build.floats([row.temperature for row in rows]),
-        min_p=build.floats(min_p) if any(min_p) else None,
-        top_k=build.ints([row.top_k for row in rows]),
-        top_p=build.floats([row.top_p if row.top_p < 1.0 else OFF for row in rows], torch.float64),
-        seeds=build.ints([row.seed for row in rows]),
+        rows=_ints(places),
+        source=None if source is None else _ints(source),
+        temperature=_floats([row.temperature for row in rows]),
+        min_p=_floats(min_p) if any(min_p) else None,
+        top_k=_ints([row.top_k for row in rows]),
+        top_p=_floats([row.top_p if row.top_p < 1.0 else OFF for row in rows], torch.float64),
+        seeds=_ints([row.seed for row in rows]),
     )
 
 
 def _edits(
-    build: _Builder, rows: list[SamplingRow], places: list[int], masks: Mapping[int, Tensor], logits_width: int
+    rows: list[SamplingRow],
+    places: list[int],
+    masks: Mapping[int, Tensor],
+    logits_width: int,
+    transfers: Transfers,
 ) -> Edits:
     allowed: list[tuple[int, Tensor]] = []
     forced: list[tuple[int, Tensor]] = []
-    until: list[tuple[int, int, float]] = []
+    until: list[tuple[int, int, int]] = []
     bias: list[tuple[int, int, float]] = []
     words: list[tuple[int, tuple[int, ...]]] = []
     penalised: list[tuple[int, int]] = []
@@ -239,9 +272,7 @@ def _edits(
         if both:
             allowed.append((at, both[0] & both[-1]))
         if row.forced:
-            mask = torch.zeros(logits_width, dtype=torch.bool, device=build.device)
-            mask[build.ints(row.forced)] = True
-            forced.append((at, mask))
+            forced.append((at, transfers.to_device(_mask(row.forced, logits_width))))
         until.extend((at, token_id, count) for token_id, count in row.until)
         bias.extend((at, token_id, value) for token_id, value in row.bias)
         words.extend((at, word) for word in row.words)
@@ -249,24 +280,30 @@ def _edits(
             penalised.append((at, row.penalty_row))
     return Edits(
         places=tuple(places),
-        rows=build.ints(places),
-        allowed=build.masks(allowed),
-        until=build.triples(until, torch.int64),
-        words=_words(build, words),
-        bias=build.triples(bias, torch.float32),
-        forced=build.masks(forced),
-        penalties=build.pairs(penalised),
+        rows=_ints(places),
+        allowed=_masks(allowed),
+        until=_columns(until, torch.int64, torch.int64, torch.int64),
+        words=_words(words),
+        bias=_columns(bias, torch.int64, torch.int64, torch.float32),
+        forced=_masks(forced),
+        penalties=_columns(penalised, torch.int64, torch.int64),
     )
 
 
-def _words(build: _Builder, words: list[tuple[int, tuple[int, ...]]]) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+def _masks(found: list[tuple[int, Tensor]]) -> Any:
+    if not found:
+        return None
+    return _ints([at for at, _ in found]), torch.stack([mask for _, mask in found])
+
+
+def _words(words: list[tuple[int, tuple[int, ...]]]) -> Any:
     if not words:
         return None
     width = max(len(word) for _, word in words) - 1
     prefixes = [[-1] * (width - len(word) + 1) + list(word[:-1]) for _, word in words]
     return (
-        build.ints([at for at, _ in words]),
-        build.ints([word[-1] for _, word in words]),
-        torch.tensor(prefixes, dtype=torch.int64, device=build.device),
-        build.ints([len(word) - 1 for _, word in words]),
+        _ints([at for at, _ in words]),
+        _ints([word[-1] for _, word in words]),
+        _ints(prefixes),
+        _ints([len(word) - 1 for _, word in words]),
     )

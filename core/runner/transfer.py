@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..contracts.platform import DeviceEvent, Platform
@@ -26,11 +27,20 @@ class Transfers:
         tensor = torch.tensor(values, dtype=dtype)
         return self.to_device(tensor)
 
+    def array(self, values: NDArray[Any]) -> Tensor:
+        """A new device tensor of a host array."""
+        return self.to_device(torch.from_numpy(values))
+
     def to_device(self, tensor: Tensor) -> Tensor:
         """A host tensor on the device. On the host itself it is the same tensor."""
         if not self._is_asynchronous:
             return tensor if self.device == "cpu" else tensor.to(self.device)
         return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def copy_into(self, target: Tensor, values: Sequence[Any]) -> None:
+        """Overwrites a device tensor with a list of numbers, in the order of the device's queue."""
+        tensor = torch.tensor(values, dtype=target.dtype)
+        target.copy_(tensor.pin_memory() if self._is_asynchronous else tensor, non_blocking=self._is_asynchronous)
 
     def download(self, *tensors: Tensor) -> Download:
         """Begins to bring tensors to the host. They may be overwritten on the device by whatever is queued later."""

@@ -39,6 +39,7 @@ class Mechanism(SchedulingMechanism):
         if not limits.chunkable:
             kv.enable_prefix_caching = False  # a token's KV depends on what follows it: no prefix can be reused
         self.kv = kv
+        self._block_size = kv.block_size
         self._state = SchedulingState(limits, kv, policy, clock or SystemClock())
         self._builder: StepPlanBuilder | None = None
 
@@ -68,6 +69,8 @@ class Mechanism(SchedulingMechanism):
 
     def update(self, result: StepResult) -> list[RequestUpdate]:
         state = self._state
+        if self._builder is not None and not self._builder.built:
+            raise PlanError("a step cannot be confirmed while a plan is being built")
         step = self._oldest_step(result)
         self.kv.pool.on_step_complete(step.step_id)
         updates = self.take_updates()
@@ -83,6 +86,7 @@ class Mechanism(SchedulingMechanism):
                     continue
             if request.preempt_pending and request.num_in_flight_steps == 0:
                 state.preempt(request)
+        state.queue_released()
         return updates
 
     # What the engine uses.
@@ -125,6 +129,8 @@ class Mechanism(SchedulingMechanism):
         if request.num_in_flight_steps:
             request.finish_pending = "abort"
             state.leaving[request_id] = self.kv.num_private_blocks(request)
+            self.kv.withdraw(request)
+            state.queue_released()
             return
         if request.status is Status.WAITING:
             self.policy.remove(request_id)
@@ -230,6 +236,12 @@ class Mechanism(SchedulingMechanism):
         """
         state = self._state
         self.kv.check_integrity(state.requests.values())
+        faults = self.kv.pending.faults(
+            state.running.requests,
+            [r for r in state.requests.values() if r.waiting_for is WaitingReason.PREFIX],
+        )
+        if faults:
+            raise PlanError("waiting for blocks in flight is broken: " + "; ".join(faults[:20]))
         state.check_policy()
         for request in state.requests.values():
             if request.status is not Status.RUNNING and (request.block_ids or request.num_in_flight_steps):
@@ -275,9 +287,9 @@ class Mechanism(SchedulingMechanism):
                 finish = "length"
         elif request.max_tokens == 0 and computed >= len(request.prompt_token_ids):
             finish = "length"
-        if computed >= (request.num_hashed_blocks + 1) * self.kv.block_size:
+        if computed >= (request.num_hashed_blocks + 1) * self._block_size:
             self.kv.index_computed(request)
-        first_token = bool(tokens) and request.first_token_time is None
+        first_token = request.first_token_time is None and bool(tokens)
         if first_token:
             request.first_token_time = self._state.clock.now()
         prompt_logprobs = None

@@ -12,6 +12,7 @@ from ..request import Request, Status
 from .state import InFlightStep, SchedulingState
 
 _RUNNING = Status.RUNNING
+MAX_HOLDS = 100  # per request: whoever waits for others' blocks is passed by a bounded number, whatever arrives
 HEADROOM_SHARE = 50  # of the pool: at most 1 / 50 stays free at admission, for the growth of those that run
 
 
@@ -24,6 +25,7 @@ class StepPlanBuilder(PlanBuilder):
         self._state = state
         self._live = state.requests
         self._leaving = state.leaving
+        self._prefilling = state.prefilling
         self._kv = state.kv
         self._block_size = state.kv.block_size
         self._ref_counts = state.kv.pool.ref_counts
@@ -37,8 +39,14 @@ class StepPlanBuilder(PlanBuilder):
         self._num_claimed = 0  # blocks that come free at coming updates and that somebody in this step waits for
         self._under_pressure = False  # somebody was asked to yield for one that runs
         self._built = False
+        # What was found out last, about whom, so that acting on it need not find it out again: until anything is granted.
+        self._last_wanted: tuple[RequestView | None, int] = (None, 0)
+        self._last_admissible: tuple[RequestView | None, int] = (None, 0)
+        self._last_awaited: tuple[RequestView | None, bytes | None] = (None, None)
+        # Whoever waits for a prefix keeps a seat: those behind it do not push it back, and as many wait as can run.
         self.budget = Budget(
-            num_tokens=state.limits.max_num_batched_tokens, num_requests=state.limits.max_num_seqs - len(state.running)
+            num_tokens=state.limits.max_num_batched_tokens,
+            num_requests=state.limits.max_num_seqs - len(state.running) - state.kv.pending.num_waiting,
         )
 
     # Running requests.
@@ -52,7 +60,9 @@ class StepPlanBuilder(PlanBuilder):
         num_outputs = len(request.output_token_ids) + request.num_placeholders
         if num_outputs >= request.max_tokens and request.num_placeholders:
             return 0  # the last token is being drawn; nobody will need its KV
-        return len(request.prompt_token_ids) + num_outputs - request.num_scheduled_tokens
+        wanted = len(request.prompt_token_ids) + num_outputs - request.num_scheduled_tokens
+        self._last_wanted = (view, wanted)
+        return wanted
 
     def can_schedule(self, view: RequestView, num_tokens: int) -> bool:
         if num_tokens > self.budget.num_tokens:
@@ -72,8 +82,11 @@ class StepPlanBuilder(PlanBuilder):
         return missing
 
     def schedule(self, view: RequestView, num_tokens: int) -> None:
-        self._check_open()
-        wanted = self.num_tokens_wanted(view)
+        if self._built:
+            self._check_open()
+        last_view, wanted = self._last_wanted
+        if last_view is not view:
+            wanted = self.num_tokens_wanted(view)
         if (
             not 0 < num_tokens <= wanted
             or num_tokens > self.budget.num_tokens
@@ -89,7 +102,10 @@ class StepPlanBuilder(PlanBuilder):
         fresh = None
         if before + num_tokens > len(blocks) * self._block_size:
             fresh = [self._kv.grow(request, before + num_tokens)]
+        computes_known_tokens = bool(self._prefilling) and request.request_id in self._prefilling
         self._place(request, before, num_tokens, num_tokens == wanted, fresh)
+        if computes_known_tokens:
+            self._kv.announce(request)
 
     def is_scheduled(self, view: RequestView) -> bool:
         request = self._live.get(view.request_id)
@@ -102,13 +118,14 @@ class StepPlanBuilder(PlanBuilder):
         return request.num_known_tokens - len(self._kv.match(request)) * self._block_size
 
     def can_admit(self, view: RequestView, num_tokens: int) -> bool:
-        return self._reason_against(self._waiting(view), num_tokens) is None
+        admissible = self._reason_against(self._waiting(view), num_tokens) is None
+        self._last_admissible = (view, num_tokens) if admissible else (None, 0)
+        return admissible
 
     def admit(self, view: RequestView, num_tokens: int) -> None:
         self._check_open()
         request = self._waiting(view)
-        reason = self._reason_against(request, num_tokens)
-        if reason is not None:
+        if self._last_admissible != (view, num_tokens) and (reason := self._reason_against(request, num_tokens)):
             raise PlanError(f"request {request.request_id} cannot be admitted with {num_tokens} tokens: {reason}")
         hits = self._kv.match(request)
         num_cached = len(hits) * self._block_size
@@ -137,13 +154,38 @@ class StepPlanBuilder(PlanBuilder):
             )
         )
         self._place(request, num_cached, num_tokens, num_cached + num_tokens == num_known, None)
+        self._kv.announce(request)
+
+    def can_hold(self, view: RequestView) -> bool:
+        key = self._key_to_wait_for(self._waiting(view))
+        self._last_awaited = (view, key)
+        return key is not None
+
+    def hold(self, view: RequestView) -> None:
+        self._check_open()
+        request = self._waiting(view)
+        last_view, key = self._last_awaited
+        if last_view is not view:
+            key = self._key_to_wait_for(request)
+        if key is None:
+            raise PlanError(f"request {request.request_id} cannot be held back: nobody computes its next block")
+        self._forget_findings()
+        self._state.hold_for_prefix(request, key)
+        self.budget.num_requests -= 1
+
+    def _key_to_wait_for(self, request: Request) -> bytes | None:
+        if self.budget.num_requests <= 0 or request.num_holds >= MAX_HOLDS:
+            return None
+        return self._kv.awaited_key(request)
 
     def _reason_against(self, request: Request, num_tokens: int) -> str | None:
         """Why a waiting request cannot join the step; None when it can."""
         state, kv = self._state, self._kv
         num_running = len(state.running)
         if self.budget.num_requests <= 0:
-            return f"all {num_running} seats of the batch are taken"
+            return (
+                f"all seats of the batch are taken: {num_running} requests run, {kv.pending.num_waiting} are held back"
+            )
         if self._under_pressure or self._shortages:
             return "running requests wait for blocks"
         if num_tokens > self.budget.num_tokens:
@@ -153,11 +195,14 @@ class StepPlanBuilder(PlanBuilder):
         to_admit = request.num_known_tokens - num_cached
         if not 0 < num_tokens <= to_admit or not (self.chunked or num_tokens == to_admit):
             return f"it has {to_admit} tokens to compute" + ("" if self.chunked else ", all in one step")
-        needed = kv.num_blocks_to_take(hits, num_cached + num_tokens)
+        reserved, tokens = 0, num_cached + num_tokens
         if num_running:
             # Without room for its whole prompt beside those that run it would only be preempted again.
-            needed = kv.num_blocks_to_take(hits, request.num_known_tokens) + state.num_blocks_reserved()
-            needed += min(num_running, kv.pool.num_blocks // HEADROOM_SHARE)
+            reserved, tokens = state.num_blocks_reserved(), request.num_known_tokens
+            reserved += min(num_running, kv.pool.num_blocks // HEADROOM_SHARE)
+        if kv.num_blocks_for(tokens) + reserved <= kv.pool.num_free_blocks:
+            return None  # even if it had no hit in use
+        needed = kv.num_blocks_to_take(hits, tokens) + reserved
         if needed > kv.pool.num_free_blocks:
             return f"it needs {needed} free blocks, {kv.pool.num_free_blocks} are there"
         return None
@@ -180,6 +225,7 @@ class StepPlanBuilder(PlanBuilder):
 
     def preempt(self, view: RequestView) -> bool:
         self._check_open()
+        self._forget_findings()
         request = self._running(view)
         if request is self._state.protected() or not self._may_yield(request):
             raise PlanError(
@@ -243,6 +289,7 @@ class StepPlanBuilder(PlanBuilder):
         self, request: Request, before: int, num_tokens: int, reaches_end: bool, new_block_ids: list[list[int]] | None
     ) -> None:
         """The row itself: counts, budget, callbacks."""
+        self._forget_findings()
         request.num_scheduled_tokens = before + num_tokens
         request.num_in_flight_steps += 1
         request.last_step_id = self._step_id
@@ -250,13 +297,18 @@ class StepPlanBuilder(PlanBuilder):
         if reaches_end:
             samples = len(request.output_token_ids) + request.num_placeholders < request.max_tokens
             request.num_placeholders += samples
-            if self._state.prefilling:
-                self._state.prefilling.pop(request.request_id, None)
+            if self._prefilling:
+                self._prefilling.pop(request.request_id, None)
         self.budget.num_tokens -= num_tokens
         self._requests.append(request)
         self._rows.append(ScheduledRequest(request.request_id, num_tokens, before, samples, new_block_ids))
         if self._on_scheduled is not None:
             self._on_scheduled(request, num_tokens)
+
+    def _forget_findings(self) -> None:
+        self._last_wanted = (None, 0)
+        self._last_admissible = (None, 0)
+        self._last_awaited = (None, None)
 
     # Checks.
 

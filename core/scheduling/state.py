@@ -1,8 +1,8 @@
 """Where every request is, and the only code that moves one from state to state.
 
     add -> WAITING_FOR -> WAITING (in the policy) -> RUNNING -> FINISHED
-                             ^                          |
-                             +------- preempted --------+
+               ^            |  ^                        |
+               +-- prefix --+  +------- preempted ------+
 A request that stops running, for whatever reason, is listed in `pending_removals` until a plan tells the runner.
 """
 
@@ -92,10 +92,28 @@ class SchedulingState:
         request.waiting_for = reason
         self.num_waiting_for += 1
 
+    def hold_for_prefix(self, request: Request, key: bytes) -> None:
+        """From the queue, whose entry the caller has taken, to those that wait for a block that another one computes."""
+        self.leave_queue(request)
+        self.kv.pending.wait(request, key)
+        request.num_holds += 1
+        self.hold(request, WaitingReason.PREFIX)
+
+    def queue_released(self) -> None:
+        """Back into the queue: whose block has come, or will not come. To be called after whatever may have released
+        somebody, between two steps.
+        """
+        if self.kv.pending.has_released:
+            for request in self.kv.pending.take_released():
+                self.leave_queue(request)
+                self.enqueue(request)
+
     def leave_queue(self, request: Request) -> None:
         """Out of the waiting states; the policy's own entry was taken or is taken by the caller."""
         if request.status is Status.WAITING_FOR:
             self.num_waiting_for -= 1
+            if request.waiting_for is WaitingReason.PREFIX:
+                self.kv.pending.forget_waiter(request)
         else:
             self.num_queued -= 1
 

@@ -102,8 +102,10 @@ class ForwardHarness:
         block_size: int = 16,
         device: str = "cpu",
         seed: int = 0,
+        ops: OpTable | None = None,
     ) -> None:
         self.model = model
+        self._rope = (ops or OpTable.reference()).rope
         self.backend = backend
         self._block_size = block_size
         self._device = device
@@ -121,8 +123,18 @@ class ForwardHarness:
                 )
             )
 
-    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor | None = None,
+        cos_sin: Tensor | None = None,
+    ) -> Tensor:
         """The ForwardContext's method."""
+        if positions is not None and cos_sin is not None:
+            self._rope(query, key, positions, cos_sin)
         cache = self.caches[layer.index]
         self.backend.write_kv(key, value, cache)
         return self.backend.forward(query, cache, layer)

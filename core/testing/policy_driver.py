@@ -107,6 +107,23 @@ class PolicyDriver:
         request.num_preemptions += 1
         self.push(view)
 
+    def hold(self) -> ReadOnlyView | None:
+        """The next one is set aside while another request computes blocks that it shares; None when nobody waits. It comes
+        back by `push`, or ends by `end_held`.
+        """
+        shown = self.policy.peek()
+        if shown is None:
+            return None
+        view = self.waiting.pop(shown.request_id)
+        _check(self.policy.pop() is view, f"pop() took another request than peek() had shown, {shown}")
+        self.compare()
+        return view
+
+    def end_held(self, view: ReadOnlyView) -> None:
+        """A request that was set aside is aborted."""
+        self.policy.on_finish(view)
+        self.compare()
+
     def remove(self, view: ReadOnlyView) -> None:
         """A waiting request is aborted."""
         del self.waiting[view.request_id]

@@ -17,10 +17,11 @@ from ..contracts.plan import PositionLogprobs, StepPlan
 from ..contracts.policy import Policy
 from ..contracts.scheduler import RequestUpdate, Scheduler
 from ..kv_cache.manager import KVCacheManager
-from ..request import Request, WaitingReason
+from ..request import Request, Status, WaitingReason
 from ..sampling_params import SamplingParams
 from ..scheduling.limits import SchedulingLimits
 from ..scheduling.mechanism import Mechanism
+from ..scheduling.plan_builder import MAX_HOLDS
 from .scripted_executor import Script, ScriptedExecutor
 
 PREFIX_SEED = b"scheduling harness"
@@ -75,7 +76,10 @@ def counting_script(request_id: int, index: int) -> int:
 
 
 class SchedulingHarness:
-    """One engine without a model. `confirmed` and `ended` hold what was handed out so far, by request."""
+    """One engine without a model. `confirmed` and `ended` hold what was handed out so far, by request.
+
+    computes_once: whether it is a fault to admit a request while a running one computes the next block that it lacks.
+    """
 
     def __init__(
         self,
@@ -88,6 +92,7 @@ class SchedulingHarness:
         script: Script = counting_script,
         errors: Callable[[int, int], str | None] = lambda request_id, index: None,
         enable_prefix_caching: bool = True,
+        computes_once: bool = False,
         kv: KVCacheManager | None = None,
         limits: SchedulingLimits | None = None,
         **changed_limits: Any,
@@ -114,6 +119,8 @@ class SchedulingHarness:
         self.ended: dict[int, EndedRequest] = {}
         self.plans: list[StepPlan] = []
         self._script = script
+        self._computes_once = computes_once
+        self._num_known_at_admission: dict[int, int] = {}
         self._first: tuple[int, int, int] = (-1, -1, -1)  # first running request, its tokens, its preemptions
         self._num_idle_confirmations = 0
 
@@ -136,6 +143,7 @@ class SchedulingHarness:
             self.executor.execute(plan)
             self.executor.sample(plan, None)
             self.plans.append(plan)
+            self._check_admitted(plan)
         self._take(self.mechanism.take_updates())
         self._audit()
         return plan
@@ -215,8 +223,52 @@ class SchedulingHarness:
 
     def _audit(self) -> None:
         self.mechanism.check_integrity()
+        for request in self.requests.values():
+            if request.status is Status.WAITING_FOR and request.waiting_for is WaitingReason.PREFIX:
+                self._check_held(request)
         if self.mechanism.num_running > self.limits.max_num_seqs:
             raise SchedulingFault(f"{self.mechanism.num_running} requests run, at most {self.limits.max_num_seqs} may")
+
+    def _check_held(self, request: Request) -> None:
+        """Whoever is held back for a prefix shares a block that steps in flight compute for a running request."""
+        for view in self.mechanism.running:
+            producer = self.requests[view.request_id]
+            shared = _num_shared_tokens(request, producer) // self.kv.block_size
+            in_flight = producer.num_scheduled_tokens // self.kv.block_size
+            delivers = producer.num_in_flight_steps > 0 and producer.finish_pending is None
+            if delivers and min(shared, in_flight) > producer.num_computed_tokens // self.kv.block_size:
+                return
+        raise SchedulingFault(f"request {request.request_id} is held back, and nobody computes what it waits for")
+
+    def _check_admitted(self, plan: StepPlan) -> None:
+        """Nobody is admitted to compute a block that a running request has in flight."""
+        starts = {row.request_id: row.num_scheduled_tokens_before for row in plan.scheduled}
+        self._num_known_at_admission |= {new.request_id: len(new.token_ids) for new in plan.new}
+        is_new = {new.request_id: new.num_computed_tokens for new in plan.new}
+        for row in plan.scheduled:
+            starts[row.request_id] += row.num_tokens  # what is scheduled once this row is
+            request = self.requests[row.request_id]
+            if row.request_id in is_new and self._computes_once and self.kv.can_match(request):
+                self._check_computed_once(request, is_new[row.request_id] + self.kv.block_size, starts)
+
+    def _check_computed_once(self, request: Request, end: int, scheduled: dict[int, int]) -> None:
+        """end: of the first block that the request computes. scheduled: the counts of those in the plan, so far."""
+        if end >= request.num_known_tokens or request.num_holds >= MAX_HOLDS:
+            return
+        for view in self.mechanism.running:
+            other = self.requests[view.request_id]
+            if other is request or other.finish_pending is not None:
+                continue
+            most = min(
+                scheduled.get(other.request_id, other.num_scheduled_tokens),
+                self._num_known_at_admission[other.request_id],
+                _num_shared_tokens(request, other),
+            )
+            if other.num_computed_tokens < end <= most:
+                raise SchedulingFault(
+                    f"request {request.request_id} is admitted to compute tokens up to {end}, "
+                    f"which request {other.request_id} has in flight"
+                )
 
     def _watch_progress(self) -> None:
         """The first running request is never preempted, and gets on at least once in a pipeline's length."""
@@ -233,3 +285,19 @@ class SchedulingHarness:
         self._first = now
         if self._num_idle_confirmations > 2 * self.max_steps_in_flight:
             raise SchedulingFault(f"request {request.request_id} is first in service order and does not get on")
+
+
+def _num_shared_tokens(request: Request, other: Request) -> int:
+    """Known tokens from the first on that are the same in both, for the same tenant and adapter."""
+    if (request.adapter_key, request.cache_salt) != (other.adapter_key, other.cache_salt):
+        return 0
+    count = 0
+    for mine, theirs in zip(_known(request), _known(other), strict=False):
+        if mine != theirs:
+            break
+        count += 1
+    return count
+
+
+def _known(request: Request) -> list[int]:
+    return request.prompt_token_ids + request.output_token_ids

@@ -1,6 +1,7 @@
 """The scheduling mechanism under a scheduler, a policy and a victim rule, as a hypothesis state machine: with 1 to 3
-steps in flight no block leaks or is shared by accident, budgets are kept, and every request ends with exactly its own
-tokens. The scripted executor checks each plan as a device would feel it.
+steps in flight no block leaks or is shared by accident, budgets are kept, a shared prefix is computed once, whoever is
+held back waits for somebody who delivers, and every request ends with exactly its own tokens. The scripted executor
+checks each plan as a device would feel it.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class SchedulingMachine(Machine):
 
     schedulers, policies, victims: factories; one of each is drawn for a run, and a policy again at each swap.
     make_kv: a cache of so many blocks; None for the core's own.
+    holds_prefixes: whether the schedulers hold back whoever shares blocks in flight, so that each is computed once.
     """
 
     schedulers: ClassVar[tuple[MakeScheduler, ...]]
@@ -78,6 +80,7 @@ class SchedulingMachine(Machine):
     victims: ClassVar[tuple[Callable[[], VictimRule], ...]]
     make_kv: Callable[[int], KVCacheManager | None] = staticmethod(lambda num_blocks: None)
     with_aborts = True
+    holds_prefixes: ClassVar[bool] = True
 
     @initialize(
         num_blocks=st.integers(3, 12),
@@ -114,6 +117,7 @@ class SchedulingMachine(Machine):
             script=script,
             errors=lambda request_id, index: "scripted fault" if self.failing.get(request_id) == index else None,
             enable_prefix_caching=caching,
+            computes_once=self.holds_prefixes,
             kv=self.make_kv(num_blocks),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget if chunked else window + budget,
@@ -173,11 +177,32 @@ class SchedulingMachine(Machine):
         if fails_at is not None:
             self.failing[request.request_id] = fails_at
 
+    @rule(
+        base=st.sampled_from(BASES),
+        lengths=st.lists(st.integers(BLOCK_SIZE, 20), min_size=2, max_size=3),
+        max_tokens=st.integers(0, 6),
+        fate=st.sampled_from(["fails", "is aborted", "lives"]),
+    )
+    def fan_out(self, base: list[int], lengths: list[int], max_tokens: int, fate: str) -> None:
+        """Some that share a prefix arrive together, and something may happen to the first while it computes that."""
+        first = self.next_id
+        for length in lengths:
+            if length < self.harness.mechanism.window:
+                self.harness.add(fake_request(self.next_id, base[:length], max_tokens=max_tokens))
+                self.next_id += 1
+        if self.next_id > first and fate == "fails":
+            self.failing[first] = 0
+        self.harness.schedule()
+        if self.with_aborts and fate == "is aborted" and first in self.harness.confirmed:
+            self._abort(first)
+
     @precondition(lambda self: self.with_aborts and self.next_id)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         """Any id: waiting, running, in flight, ended, refused, never seen."""
-        request_id = data.draw(st.integers(0, self.next_id))
+        self._abort(data.draw(st.integers(0, self.next_id)))
+
+    def _abort(self, request_id: int) -> None:
         if request_id in self.harness.confirmed and request_id not in self.harness.ended:
             self.aborted.add(request_id)
         self.harness.abort(request_id)

@@ -21,13 +21,14 @@ class ContinuousBatching(Scheduler):
     def schedule(self) -> StepPlan | None:
         plan = self.mechanism.begin_plan()
         self._shed()
+        budget = plan.budget
         for view in tuple(self.mechanism.running):
-            if plan.budget.num_tokens == 0:
+            if budget.num_tokens == 0:
                 break
             wanted = plan.num_tokens_wanted(view)
             if wanted > 0:
                 num_tokens = self._share(plan, view, wanted)
-                if num_tokens > 0 and self._make_room(plan, view, num_tokens):
+                if num_tokens > 0 and (plan.can_schedule(view, num_tokens) or self._make_room(plan, view, num_tokens)):
                     plan.schedule(view, num_tokens)
         self._admit(plan)
         return plan.build()
@@ -36,8 +37,11 @@ class ContinuousBatching(Scheduler):
         """Tokens for this request in this step: what it wants, its share, what is left; 0 when that is less than it can
         use.
         """
-        granted = min(wanted, self.policy.share(view, plan.budget), plan.budget.num_tokens)
-        return granted if granted == wanted or plan.chunked else 0
+        budget = plan.budget
+        share = self.policy.share(view, budget)
+        if wanted <= share and wanted <= budget.num_tokens:
+            return wanted
+        return min(share, budget.num_tokens) if plan.chunked else 0
 
     def _make_room(self, plan: PlanBuilder, view: RequestView, num_tokens: int) -> bool:
         while not plan.can_schedule(view, num_tokens):
@@ -49,18 +53,25 @@ class ContinuousBatching(Scheduler):
 
     def _admit(self, plan: PlanBuilder) -> None:
         """Strictly in the policy's order: whoever does not fit keeps those behind it waiting, so that nobody is passed
-        for ever.
+        for ever. Only whoever shares blocks in flight is set aside until they are computed.
         """
         while plan.budget.num_tokens and plan.budget.num_requests:
             view = self.policy.peek()
             if view is None:
                 return
+            if plan.can_hold(view):
+                self._pop(view)
+                plan.hold(view)
+                continue
             num_tokens = self._share(plan, view, plan.num_tokens_to_admit(view))
             if num_tokens <= 0 or not plan.can_admit(view, num_tokens):
                 return
-            if self.policy.pop() is not view:
-                raise RuntimeError(f"policy {type(self.policy).__name__}: pop took another request than peek had shown")
+            self._pop(view)
             plan.admit(view, num_tokens)
+
+    def _pop(self, view: RequestView) -> None:
+        if self.policy.pop() is not view:
+            raise RuntimeError(f"policy {type(self.policy).__name__}: pop took another request than peek had shown")
 
     def _shed(self) -> None:
         for shed in list(self.policy.shed()):

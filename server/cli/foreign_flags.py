@@ -23,7 +23,7 @@ _MODEL = "MODEL as the first argument"
 _PROXY = "TLS, CORS and paths are for a proxy in front of the server"
 _REQUEST = "a request says it, or --override-generation-config sets the default"
 _ONE_DEVICE = "there is one device in this version; leave it out"
-_NO_GRAPHS = "no graph is captured and nothing is compiled ahead; leave it out"
+_GRAPHS = "graphs follow from --max-graph-tokens, and nothing else is compiled ahead; leave it out"
 _NO_DRAFTS = "speculative decoding is not in this version yet; leave it out, the answers are the same"
 _NO_ADAPTERS = "serving adapters is not in this version yet; merge the adapter into the model and serve that"
 _NO_IMAGES = "only text is served in this version; leave it out"
@@ -60,7 +60,8 @@ RENAMED: Final[Mapping[str, _Table]] = {
         ("--max-num-queued-tokens", "--max-num-queued-reqs"),
         ("--num-gpu-blocks", "--num-gpu-blocks-override"),
         ("--engine-use-ray --worker-use-ray", "--distributed-executor-backend"),
-        ("--max-context-len-to-capture", "--max-model-len; nothing is captured"),
+        ("--max-cudagraph-capture-size", "--max-graph-tokens"),
+        ("--max-context-len-to-capture", "--max-model-len; --max-graph-tokens says what is captured"),
     ),
     SGLANG: (
         ("--model-path", _MODEL),
@@ -78,6 +79,7 @@ RENAMED: Final[Mapping[str, _Table]] = {
         ("--disable-radix-cache", "--no-enable-prefix-caching"),
         ("--disable-overlap-schedule", "--no-async-scheduling"),
         ("--disable-cuda-graph --disable-prefill-cuda-graph --disable-decode-cuda-graph", "--enforce-eager"),
+        ("--enable-deterministic-inference", "--deterministic"),
         ("--tp --tp-size", "--tensor-parallel-size"),
         ("--pp-size", "--pipeline-parallel-size"),
         ("--dp --dp-size", "--data-parallel-size"),
@@ -157,9 +159,9 @@ RENAMED: Final[Mapping[str, _Table]] = {
 MEANINGLESS: Final[Mapping[str, _Table]] = {
     VLLM: (
         (
-            "--max-seq-len-to-capture --cuda-graph-sizes --cudagraph-* --max-cudagraph-capture-size --compilation-config "
+            "--max-seq-len-to-capture --cuda-graph-sizes --cudagraph-* --compilation-config "
             "-cc -O -O0 -O1 -O2 -O3 --optimization-level --performance-mode --use-tqdm-on-load --kernel-config",
-            _NO_GRAPHS,
+            _GRAPHS,
         ),
         ("--data-parallel-* -dpa -dpb -dpe -dph -dpm -dpn -dpp --dp-*", "replicas are for a balancer in front"),
         ("-n -r", "one host: --nnodes and --node-rank have nothing to say; leave it out"),
@@ -234,10 +236,10 @@ MEANINGLESS: Final[Mapping[str, _Table]] = {
         ("--additional-config --enable-trace-replay --fail-on-environ-validation --watchdog-config", _DEBUGGING),
     ),
     SGLANG: (
-        ("--cuda-graph-* --disable-cuda-graph-padding --enable-torch-compile* --torch-compile-*", _NO_GRAPHS),
+        ("--cuda-graph-* --disable-cuda-graph-padding --enable-torch-compile* --torch-compile-*", _GRAPHS),
         (
             "--disable-piecewise-cuda-graph --enable-profile-cuda-graph --enable-cudagraph-gc --skip-server-warmup",
-            _NO_GRAPHS,
+            _GRAPHS,
         ),
         (
             "--schedule-conservativeness --num-continuous-decode-steps --scheduler-recv-interval",
@@ -263,10 +265,6 @@ MEANINGLESS: Final[Mapping[str, _Table]] = {
         ("--grammar-backend --constrained-json-*", _GRAMMARS),
         ("--sampling-backend --linear-attn-* --triton-attention-* --dsa-* --fp8-gemm-* --fp4-gemm-*", _KERNELS),
         ("--bf16-gemm-* --enable-flashinfer-* --disable-flashinfer-* --flashinfer-*", _KERNELS),
-        (
-            "--enable-deterministic-inference",
-            "requests with a seed give the same tokens whatever the batch; leave it out",
-        ),
         ("--moe-* --ep --ep-* --expert-* --eplb-* --deepep-* --init-expert-location --kt-*", _NO_EXPERTS),
         ("--enable-deepep-moe --disable-shared-experts-fusion --enable-ep-moe --expert-parallel-size", _NO_EXPERTS),
         ("--mamba-* --max-mamba-cache-size --dllm-* --enable-linear-replayssm*", _NO_STATE),
@@ -303,7 +301,7 @@ MEANINGLESS: Final[Mapping[str, _Table]] = {
         ("--disable-grammar-support", "a request that brings none is served without one; leave it out"),
         ("--max-stop-sequences", "a request may have as many as it needs; leave it out"),
         ("--waiting-served-ratio --max-waiting-tokens", "the policy decides that: --scheduling-policy"),
-        ("--cuda-graphs --disable-custom-kernels", _NO_GRAPHS),
+        ("--cuda-graphs --disable-custom-kernels", _GRAPHS),
         ("--rope-scaling --rope-factor", _ROPE),
         ("--prometheus-port", "/metrics is served on --port; leave it out"),
         ("--shard-uds-path --master-addr --master-port", _ONE_DEVICE),
@@ -333,7 +331,7 @@ MEANINGLESS: Final[Mapping[str, _Table]] = {
         ("--lora --lora-scaled --control-vector*", _NO_ADAPTERS),
         ("-mm --mmproj* -mmu --no-mmproj* --image-* --video-* --media-path", _NO_IMAGES),
         ("--mlock --mmap --no-mmap -lm --load-mode --no-repack --repack --check-tensors --override-kv", _LOADING),
-        ("--warmup --no-warmup", _NO_GRAPHS),
+        ("--warmup --no-warmup", _GRAPHS),
         ("-cb --cont-batching -nocb --no-cont-batching", "batching is always continuous; leave it out"),
         (
             "-kvu --kv-unified -no-kvu --no-kv-unified --swa-full -ctxcp --ctx-checkpoints",
@@ -370,7 +368,7 @@ MEANINGLESS: Final[Mapping[str, _Table]] = {
         ("--ep --enable-eplb --enable-microbatch", _NO_EXPERTS),
         ("--dllm-*", _NO_DIFFUSION),
         ("--communicator --cp --dist-init-addr --dp-rank", _ONE_DEVICE),
-        ("--cudagraph-capture-batch-sizes", _NO_GRAPHS),
+        ("--cudagraph-capture-batch-sizes", _GRAPHS),
         ("--max-prefill-iters --prefix-cache-*", "the policy decides that: --scheduling-policy"),
         (
             "--allow-terminate-by-client --enable-abort-handling",

@@ -9,13 +9,14 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
 from hotswap.core.clock import SystemClock
 from hotswap.core.config import EngineConfig
 from hotswap.core.contracts.kinds import KINDS
+from hotswap.core.contracts.platform import PlatformProvider
 from hotswap.core.contracts.provider import BuildContext
 from hotswap.core.errors import PluginError, UsageError
 from hotswap.core.host import guess_device
@@ -128,7 +129,10 @@ def inventory_context(manager: PluginManager, settings: Settings) -> BuildContex
         chosen = manager.choose("platform", context)
     except PluginError:
         return context  # the rows of the platforms say why there is none
-    return dataclasses.replace(context, device=dataclasses.replace(context.device, kind=chosen.name))
+    facts = cast(PlatformProvider, chosen.provider).facts
+    if facts is None:
+        return dataclasses.replace(context, device=dataclasses.replace(context.device, kind=chosen.name))
+    return dataclasses.replace(context, device=facts(chosen.options))
 
 
 def _print_table(rows: Sequence[InventoryRow]) -> None:

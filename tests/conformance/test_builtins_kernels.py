@@ -69,3 +69,27 @@ class TestReferenceSiluMul(KernelsSuite):
 
 class TestReferenceGeluTanhMul(KernelsSuite):
     plugin = reference("gelu_tanh_mul")
+
+
+class TestReferenceRopeWriteKv(KernelsSuite):
+    plugin = reference("rope_write_kv")
+
+
+class TestReferenceStepInputs(KernelsSuite):
+    plugin = reference("step_inputs")
+
+
+class TestReferenceArgmax(KernelsSuite):
+    plugin = reference("argmax")
+
+
+class TestReferencePenalize(KernelsSuite):
+    plugin = reference("penalize")
+
+
+class TestReferenceDraw(KernelsSuite):
+    plugin = reference("draw")
+
+
+class TestReferenceGatherLogprobs(KernelsSuite):
+    plugin = reference("gather_logprobs")

@@ -13,7 +13,7 @@ from hotswap.core.contracts.plan import StepPlan
 from hotswap.core.contracts.policy import RequestView
 from hotswap.core.contracts.scheduler import Scheduler
 from hotswap.core.errors import PlanError
-from hotswap.core.request import Request, Status
+from hotswap.core.request import Request, Status, WaitingReason
 from hotswap.core.scheduling.plan_builder import StepPlanBuilder
 from hotswap.core.testing.scheduling_harness import SchedulingFault, SchedulingHarness, fake_request
 from hotswap.core.testing.scheduling_machine import Machine
@@ -139,6 +139,25 @@ class PlanBuilderMachine(Machine):
             self.granted(request, num_tokens)
         else:
             self.refused(lambda: builder.admit(request, num_tokens))
+
+    @precondition(lambda self: self.builder is not None and self.harness.requests)
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        """The machine admits past those who could be held, too: that is legal."""
+        builder, request = self.builder, self.pick(data)
+        assert builder is not None
+        if request.status is not Status.WAITING:
+            with pytest.raises(PlanError):
+                builder.can_hold(request)
+            self.refused(lambda: builder.hold(request))
+        elif builder.can_hold(request):
+            seats = builder.budget.num_requests
+            self.policy.remove(request.request_id)
+            builder.hold(request)
+            assert request.waiting_for is WaitingReason.PREFIX
+            assert builder.budget.num_requests == seats - 1 >= 0
+        else:
+            self.refused(lambda: builder.hold(request))
 
     @precondition(lambda self: self.builder is not None and self.harness.requests)
     @rule(data=st.data(), for_needy=st.booleans())

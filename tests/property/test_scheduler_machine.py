@@ -4,15 +4,17 @@ machine must see. The machine itself is hotswap.core.testing.scheduling_machine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from hotswap.core.contracts.plan import StepPlan
-from hotswap.core.contracts.policy import Policy
+from hotswap.core.contracts.policy import Budget, Policy, RequestView
 from hotswap.core.contracts.scheduler import Scheduler
 from hotswap.core.errors import PlanError
-from hotswap.core.kv_cache import BlockPool, KVCacheManager, PoolIntegrityError, PrefixIndex
+from hotswap.core.kv_cache import BlockPool, KVCacheManager, PendingBlocks, PoolIntegrityError, PrefixIndex
 from hotswap.core.request import Request
 from hotswap.core.scheduling.mechanism import Mechanism
 from hotswap.core.testing.scheduling_harness import SchedulingFault
@@ -47,9 +49,18 @@ class Rotating(ContinuousBatching):
         return plan.build()
 
 
+class Sparing(Fcfs):
+    """Longer prompts are computed a few tokens a step, though more are left of it: the machine's budget is 20 at most where
+    prompts are split, and there alone.
+    """
+
+    def share(self, view: RequestView, budget: Budget) -> int:
+        return 3 if view.num_prompt_tokens >= 16 and budget.num_tokens <= 20 else budget.num_tokens
+
+
 class SchedulerMachine(SchedulingMachine):
     schedulers = (ContinuousBatching, ContinuousBatching, Rotating)
-    policies = (Fcfs, Priority)
+    policies = (Fcfs, Priority, Sparing)
     victims = (Newest, LowestPriority)
 
 
@@ -66,10 +77,15 @@ def reject(message: str, **changes: object) -> None:
         run_state_machine_as_test(machine, settings=quick)
 
 
-def kv_with(pool_class: type[BlockPool] = BlockPool, index_class: type[PrefixIndex] = PrefixIndex) -> object:
+def kv_with(
+    pool_class: type[BlockPool] = BlockPool,
+    index_class: type[PrefixIndex] = PrefixIndex,
+    pending_class: type[PendingBlocks] = PendingBlocks,
+) -> object:
     def make(num_blocks: int) -> KVCacheManager:
         kv = KVCacheManager(num_blocks, BLOCK_SIZE)
         kv.index = index_class(BLOCK_SIZE)
+        kv.pending = pending_class()
         kv.pool = pool_class(num_blocks, BLOCK_SIZE, on_evict=kv.index.remove)
         return kv
 
@@ -110,6 +126,74 @@ class UnconfirmedManager(KVCacheManager):
         self.index_computed(request)
         request.num_computed_tokens = computed
 
+    def announce(self, request: Request) -> None:
+        pass
+
+
+class Deaf(PendingBlocks):
+    """Does not notice that a block has come."""
+
+    def confirm(self, request: Request, key: bytes) -> None:
+        self._remove(request, key)
+
+
+class Unforgetting(PendingBlocks):
+    """Waits for the dead."""
+
+    def forget_producer(self, request: Request, keys: Sequence[bytes]) -> None:
+        pass
+
+
+class Mourning(PendingBlocks):
+    """Knows that they are dead, and tells nobody."""
+
+    def forget_producer(self, request: Request, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._remove(request, key)
+
+
+class Losing(PendingBlocks):
+    """Releases requests to nowhere."""
+
+    def take_released(self) -> list[Request]:
+        super().take_released()
+        return []
+
+
+class Impatient(PendingBlocks):
+    """Lets everybody compute what others compute already."""
+
+    def last_pending(self, keys: Sequence[bytes], start: int, stop: int) -> bytes | None:
+        return None
+
+
+class Promising(KVCacheManager):
+    """Counts blocks as being computed that no step holds yet."""
+
+    def announce(self, request: Request) -> None:
+        scheduled, request.num_scheduled_tokens = request.num_scheduled_tokens, request.num_known_tokens
+        super().announce(request)
+        request.num_scheduled_tokens = scheduled
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (Deaf, "waits for a block that nobody computes"),
+        (Unforgetting, "are said to compute a block"),
+        (Mourning, "waits for a block that nobody computes"),
+        (Losing, "wait for a block,"),
+        (Impatient, "is admitted to compute tokens up to"),
+    ],
+)
+def test_rejects_broken_waiting_for_blocks_in_flight(broken: type[PendingBlocks], message: str) -> None:
+    reject(message, make_kv=kv_with(pending_class=broken))
+
+
+def test_rejects_waiting_for_what_no_step_holds() -> None:
+    make_kv = staticmethod(lambda num_blocks: Promising(num_blocks, BLOCK_SIZE))
+    reject("is held back, and nobody computes what it waits for", make_kv=make_kv)
+
 
 def test_rejects_leaky_pool() -> None:
     reject("has reference count 1, but 0 owners", make_kv=kv_with(pool_class=LeakyPool))
@@ -120,7 +204,7 @@ def test_rejects_early_reuse() -> None:
 
 
 def test_rejects_tenants_that_share() -> None:
-    reject("does not hold the KV of position", make_kv=kv_with(index_class=Saltless))
+    reject("does not hold the KV of position|nobody computes what it", make_kv=kv_with(index_class=Saltless))
 
 
 def test_rejects_blocks_indexed_before_they_are_computed() -> None:

@@ -132,8 +132,8 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["serve", "-c", "4096"], "unknown flag -c: here it is --max-model-len"),
         (["serve", "-hf", "org/name:Q4"], "unknown flag -hf: here it is MODEL as the first argument"),
         (["serve", "-ngl=99"], "unknown flag -ngl: a model is on one device whole (a flag of llama.cpp)"),
-        (["serve", "-cc.mode=3"], "unknown flag -cc.mode: no graph is captured"),
-        (["serve", "--compilation-config.mode", "3"], "no graph is captured"),
+        (["serve", "-cc.mode=3"], "unknown flag -cc.mode: graphs follow from --max-graph-tokens"),
+        (["serve", "--compilation-config.mode", "3"], "graphs follow from --max-graph-tokens"),
         (
             ["serve", "--max-total-tokens", "9"],
             "for SGLang's flag of that name, here it is --kv-cache-memory-bytes or --num-gpu-blocks-override; for "

@@ -176,9 +176,11 @@ def test_one_entry_for_each_flag_of_an_engine() -> None:
     ("engine", "flag", "here"),
     [
         (VLLM, "--logits-processors", "--plugin logits_processor=NAME"),
-        (VLLM, "--max-seq-len-to-capture", "no graph is captured"),
+        (VLLM, "--max-seq-len-to-capture", "graphs follow from --max-graph-tokens"),
+        (VLLM, "--max-cudagraph-capture-size", "--max-graph-tokens"),
         (SGLANG, "--mem-fraction-static", "--gpu-memory-utilization"),
         (SGLANG, "--chunked-prefill-size", "--max-num-batched-tokens"),
+        (SGLANG, "--enable-deterministic-inference", "--deterministic"),
         (SGLANG, "--disaggregation-mode", "splitting prefill from decode"),
         (TGI, "--num-shard", "--tensor-parallel-size"),
         (TGI, "--max-batch-prefill-tokens", "--max-num-batched-tokens"),

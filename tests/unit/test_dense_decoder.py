@@ -314,7 +314,7 @@ def test_forward_leaves_its_inputs_alone(checkpoint_of: Callable[[str], Checkpoi
     model.load_weights(checkpoint.weights().items())
 
     class Context:
-        def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, *rotation: Any) -> Tensor:
             return torch.zeros_like(query)
 
     embeds = model.embed(torch.tensor([4, 5, 6]))

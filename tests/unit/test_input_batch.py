@@ -11,11 +11,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotswap.core.contracts.plan import NewRequest, ScheduledRequest, StepPlan
+from hotswap.core.contracts.attention import BatchGeometry
+from hotswap.core.layers.ops import OpTable
 from hotswap.core.runner.input_batch import InputBatch
+from hotswap.core.runner.step_buffers import StepBuffers
+from hotswap.core.runner.transfer import Transfers
 from hotswap.core.sampling_params import SamplingParams
 
 BLOCK = 4
 MAX_LEN = 40
+
+
+def make_batch(max_num_seqs: int, num_groups: int = 1) -> InputBatch:
+    return InputBatch(max_num_seqs, MAX_LEN, BLOCK, num_groups, OpTable.reference(), Transfers())
+
+
+@dataclass
+class Inputs:
+    """What a step's tensors are, however they were made."""
+
+    buffers: StepBuffers
+    geometries: list[BatchGeometry]
+
+
+def build(batch: InputBatch, plan: StepPlan) -> Inputs:
+    rows = batch.advance(plan.scheduled)
+    buffers = batch.lay_out(rows)
+    return Inputs(buffers, batch.geometries(buffers, rows))
 
 
 @dataclass
@@ -33,7 +55,7 @@ class Machine:
     def __init__(self, rng: random.Random, num_groups: int) -> None:
         self.rng = rng
         self.num_groups = num_groups
-        self.batch = InputBatch(6, MAX_LEN, BLOCK, num_groups, "cpu")
+        self.batch = make_batch(6, num_groups)
         self.shadows: dict[int, Shadow] = {}
         self.next_id = 0
         self.next_block = 1
@@ -73,21 +95,24 @@ class Machine:
             del self.shadows[request_id]
             self.batch.remove(request_id)
         rows = [row for i in self.shadows if self.rng.random() < 0.8 and (row := self.go_on(i)) is not None]
+        news = []
         while len(self.shadows) < 6 and self.rng.random() < 0.5:
             new, row = self.admit()
-            self.batch.add(new)
+            news.append(new)
             rows.append(row)
+        self.batch.add(news)
         if not rows:
             return
         self.rng.shuffle(rows)
         plan = StepPlan(step_id, [], removed, rows, sum(row.num_tokens for row in rows))
-        inputs = self.batch.build(plan)
+        inputs = build(self.batch, plan)
         self.check(inputs, rows)
         sampling = [place for place, row in enumerate(rows) if row.samples]
         if sampling:
             drawn = [self.rng.randrange(1000) for _ in sampling]
             at = torch.tensor(sampling)
-            self.batch.write(inputs.slots[at], inputs.seq_lens[at], torch.tensor(drawn))
+            slots, lengths = inputs.buffers.slots.long(), inputs.buffers.seq_lens.long()
+            self.batch.write(slots[at], lengths[at], torch.tensor(drawn))
             for place, token in zip(sampling, drawn, strict=True):
                 self.shadows[rows[place].request_id].tokens.append(token)
 
@@ -103,8 +128,8 @@ class Machine:
                     mapping.append(table[position // BLOCK] * BLOCK + position % BLOCK)
             shadow.computed += row.num_tokens
             starts.append(len(ids))
-        assert inputs.input_ids.tolist() == ids and inputs.input_ids.dtype == torch.int64
-        assert inputs.positions.tolist() == positions and inputs.positions.dtype == torch.int64
+        assert inputs.buffers.input_ids.tolist() == ids and inputs.buffers.input_ids.dtype == torch.int64
+        assert inputs.buffers.positions.tolist() == positions and inputs.buffers.positions.dtype == torch.int64
         lengths = [self.shadows[row.request_id].computed for row in rows]
         for group, geometry in enumerate(inputs.geometries):
             assert geometry.query_start_loc.tolist() == starts
@@ -140,11 +165,11 @@ def _plan(*rows: ScheduledRequest) -> StepPlan:
 
 
 def test_a_slot_is_reused_and_its_old_blocks_are_gone() -> None:
-    batch = InputBatch(1, MAX_LEN, BLOCK, 1, "cpu")
-    batch.add(_new(1, 20, 5))
+    batch = make_batch(1)
+    batch.add([_new(1, 20, 5)])
     batch.remove(1)
-    batch.add(_new(2, 3, 1))
-    table = batch.build(_plan(ScheduledRequest(2, 3, 0, True))).geometries[0].block_table
+    batch.add([_new(2, 3, 1)])
+    table = build(batch, _plan(ScheduledRequest(2, 3, 0, True))).geometries[0].block_table
     assert table.tolist() == [[1]]
 
 
@@ -157,32 +182,32 @@ def test_a_slot_is_reused_and_its_old_blocks_are_gone() -> None:
     ],
 )
 def test_a_plan_that_contradicts_the_batch_is_refused(row: ScheduledRequest, message: str) -> None:
-    batch = InputBatch(2, MAX_LEN, BLOCK, 1, "cpu")
-    batch.add(_new(1))
+    batch = make_batch(2)
+    batch.add([_new(1)])
     with pytest.raises(RuntimeError, match=message):
-        batch.build(_plan(row))
+        build(batch, _plan(row))
 
 
 def test_the_scheduled_count_is_an_upper_bound_of_the_computed_one() -> None:
-    batch = InputBatch(2, MAX_LEN, BLOCK, 1, "cpu")
-    batch.add(_new(1))
-    batch.build(_plan(ScheduledRequest(1, 2, 0, False)))
-    assert batch.build(_plan(ScheduledRequest(1, 1, 3, False))).positions.tolist() == [2]
+    batch = make_batch(2)
+    batch.add([_new(1)])
+    build(batch, _plan(ScheduledRequest(1, 2, 0, False)))
+    assert build(batch, _plan(ScheduledRequest(1, 1, 3, False))).buffers.positions.tolist() == [2]
     with pytest.raises(RuntimeError, match="do not fit"):
-        batch.build(_plan(ScheduledRequest(1, 1, 2, False)))
+        build(batch, _plan(ScheduledRequest(1, 1, 2, False)))
 
 
 def test_seats_and_lengths_are_bounded() -> None:
-    batch = InputBatch(1, MAX_LEN, BLOCK, 1, "cpu")
+    batch = make_batch(1)
     with pytest.raises(RuntimeError, match="at most 40"):
-        batch.add(_new(1, MAX_LEN + 1, 11))
-    batch.add(_new(1, MAX_LEN, 10))
+        batch.add([_new(1, MAX_LEN + 1, 11)])
+    batch.add([_new(1, MAX_LEN, 10)])
     with pytest.raises(RuntimeError, match="in the batch already"):
-        batch.add(_new(1))
+        batch.add([_new(1)])
     with pytest.raises(RuntimeError, match="no seat"):
-        batch.add(_new(2))
+        batch.add([_new(2)])
     batch.remove(77)  # aborted before it ever came here
     batch.clear()
     assert len(batch) == 0 and 1 not in batch
-    batch.add(_new(2))
+    batch.add([_new(2)])
     assert 2 in batch

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +27,12 @@ from hotswap.core.contracts.model import ForwardContext, LoadReport, Model, Weig
 from hotswap.core.contracts.plan import NewRequest, PositionLogprobs, ScheduledRequest, StepPlan, StepResult
 from hotswap.core.runner.edits import History
 from hotswap.core.runner.kv_cache import CachePlan, MemoryTable, allocate_cache, group_layers
-from hotswap.core.runner.logprobs import gather_logprobs
-from hotswap.core.runner.model_runner import PROMPT_LOGPROB_SLICE, GroupCache, ModelRunner, RunnerLimits
+from hotswap.core.runner.logprobs import position_logprobs
+from hotswap.core.runner.model_runner import ModelRunner, RunnerLimits
+from hotswap.core.layers.ops import OpTable
+from hotswap.core.runner.prompt_logprobs import SLICE
+from hotswap.core.runner.step_context import GroupCache
+from hotswap.core.runner.transfer import Transfers
 from hotswap.core.runner.penalties import PenaltyPool, penalties_of
 from hotswap.core.runner.sampler import sample
 from hotswap.core.runner.sampling_rows import build_batch, resolve_row
@@ -55,13 +60,14 @@ class HashAttention(AttentionBackend):
     """Each token's output: the hash of all values that its request's block table shows up to it."""
 
     layout = KVLayout("token_major", ("block", "token", "head", "dim"), ("block", "token", "head", "dim"), ())
-    capabilities = Capabilities(("float32",))
+    capabilities = Capabilities(("float32",), graph_capture="any")
 
     def prepare(self, geometry: BatchGeometry) -> None:
         self.geometry = geometry
 
     def write_kv(self, key: Tensor, value: Tensor, cache: LayerCache) -> None:
-        cache[1].view(-1)[self.geometry.slot_mapping] = value.view(-1)
+        slots = self.geometry.slot_mapping
+        cache[1].view(-1)[slots[slots >= 0]] = value.view(-1)[slots >= 0]
 
     def forward(self, query: Tensor, cache: LayerCache, layer: AttentionLayer) -> Tensor:
         geometry, outputs = self.geometry, []
@@ -74,6 +80,7 @@ class HashAttention(AttentionBackend):
                 state = -1 if token == POISON or state < 0 else hash_step(state, token)
                 if position >= lengths[row] - count:
                     outputs.append(state)
+        outputs += [0] * (len(query) - len(outputs))  # padding
         return torch.tensor(outputs, dtype=query.dtype).view(-1, 1, 1)
 
 
@@ -105,19 +112,67 @@ class HashModel(Model):
         return logits_of(hidden.view(-1).to(torch.int64))
 
 
+class Replay:
+    """A graph that runs what was recorded again, over the buffers that it was recorded with."""
+
+    def __init__(self, run: Callable[[], None], backend: HashAttention) -> None:
+        self.run, self.backend, self.geometry = run, backend, backend.geometry
+
+    def replay(self) -> None:
+        self.backend.geometry = self.geometry
+        self.run()
+
+
 class Platform:
+    """Its `capture` gives what a device's does, as far as a runner can tell."""
+
+    is_asynchronous = False
+    supports_graphs = True
+
+    def __init__(self, backend: HashAttention) -> None:
+        self.backend = backend
+
     def empty_kv_cache(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        run()
+        return Replay(run, self.backend)
+
+    def synchronize(self) -> None: ...
+
+
+GRAPHS = False
+
+
+@pytest.fixture(autouse=True, params=["eager", "graphs"])
+def _every_test_with_and_without_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "GRAPHS", request.param == "graphs")
 
 
 def make_runner(max_num_seqs: int = 8, max_model_len: int = 128) -> ModelRunner:
     model, backend = HashModel(), HashAttention()
     groups = group_layers(model.cache_specs())
-    caches = allocate_cache(Platform(), groups, [backend.layout], CachePlan(NUM_BLOCKS, BLOCK, 32, "test"))  # type: ignore[arg-type]
-    limits = RunnerLimits(max_num_seqs, max_model_len, BLOCK, WIDTH)
+    caches = allocate_cache(Platform(backend), groups, [backend.layout], CachePlan(NUM_BLOCKS, BLOCK, 32, "test"))  # type: ignore[arg-type]
+    limits = RunnerLimits(max_num_seqs, max_model_len, BLOCK, WIDTH, max_graph_tokens=20 if GRAPHS else 0)
     memory = MemoryTable()
     memory.add("weights", 2**30)
-    return ModelRunner(model, [GroupCache(groups[0], backend)], caches, limits, "cpu", memory=memory)
+    runner = ModelRunner(
+        model,
+        [GroupCache(groups[0], backend)],
+        caches,
+        limits,
+        OpTable.reference(),
+        Transfers(),
+        memory=memory,
+        platform=Platform(backend),  # type: ignore[arg-type]
+    )
+    assert (runner.capture_graphs() > 0) == GRAPHS
+    return runner
+
+
+def gather_logprobs(logits: Tensor, chosen: Tensor, counts: list[int]) -> list[PositionLogprobs]:
+    return position_logprobs(*OpTable.reference().gather_logprobs(logits, chosen, max(counts)), counts)
 
 
 def states(tokens: Sequence[int]) -> list[int]:
@@ -133,7 +188,7 @@ def alone(prompt: list[int], params: SamplingParams, count: int) -> tuple[list[i
     tokens, entries = list(prompt), []
     for _ in range(count):
         logits = logits_of(torch.tensor(states(tokens)[-1:]))
-        pool = PenaltyPool(WIDTH, "cpu")
+        pool = PenaltyPool(WIDTH, Transfers())
         known = torch.tensor(tokens)
         penalties = penalties_of(params)
         pool_row = pool.add(penalties, known[: len(prompt)], known[len(prompt) :]) if penalties else None
@@ -143,8 +198,8 @@ def alone(prompt: list[int], params: SamplingParams, count: int) -> tuple[list[i
             torch.tensor([len(tokens)]),
             torch.tensor([len(prompt)]),
         )
-        batch = build_batch([resolve_row(params, 0, WIDTH, "cpu", pool_row)], {}, WIDTH, "cpu")
-        drawn = sample(logits, batch, history, pool)
+        batch = build_batch([resolve_row(params, 0, WIDTH, Transfers(), pool_row)], {}, WIDTH, Transfers())
+        drawn = sample(logits, batch, history, pool, OpTable.reference())
         entries += gather_logprobs(logits, drawn.token_ids, [params.logprobs or 0])
         tokens.append(int(drawn.token_ids))
     return tokens[len(prompt) :], entries
@@ -379,7 +434,7 @@ def test_removed_and_new_in_one_plan_share_the_last_seat() -> None:
 
 
 def test_scoring_gives_prompt_logprobs_without_drawing() -> None:
-    long = [(i * 37 + 5) % WIDTH for i in range(PROMPT_LOGPROB_SLICE + 20)]
+    long = [(i * 37 + 5) % WIDTH for i in range(SLICE + 20)]
     long = [token if token != POISON else 14 for token in long]
     driver = Driver(make_runner())
     request = driver.add(1, long, temperature=0.0, prompt_logprobs=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hotswap.core.runner.noise import uniform
+from hotswap.core.layers.sampling.noise import uniform
 
 SEEDS = [0, 1, -1, 2, 12345, 2**63 - 1, -(2**63)]
 WORD = 2**64

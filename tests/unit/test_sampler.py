@@ -11,14 +11,25 @@ import numpy as np
 import pytest
 import torch
 
-from hotswap.core.runner.blockwise import inverse_cdf, row_max, row_sum
+from hotswap.core.contracts.plan import PositionLogprobs
+from hotswap.core.layers.ops import OpTable
+from hotswap.core.layers.sampling.blockwise import inverse_cdf, row_max, row_sum
+from hotswap.core.layers.sampling.logprobs import FLOOR, gather_logprobs
+from hotswap.core.layers.sampling.noise import uniform
 from hotswap.core.runner.edits import History
-from hotswap.core.runner.logprobs import FLOOR, gather_logprobs
-from hotswap.core.runner.noise import uniform
+from hotswap.core.runner.logprobs import position_logprobs
 from hotswap.core.runner.penalties import Penalties, PenaltyPool, penalties_of
 from hotswap.core.runner.sampler import Drawn, sample
 from hotswap.core.runner.sampling_rows import build_batch, resolve_row
+from hotswap.core.runner.transfer import Transfers
 from hotswap.core.sampling_params import SamplingParams
+
+OPS, TRANSFERS = OpTable.reference(), Transfers()
+
+
+def described(logits: torch.Tensor, chosen: torch.Tensor, counts: Sequence[int]) -> list[PositionLogprobs]:
+    """Log-probabilities as messages, one a row."""
+    return position_logprobs(*gather_logprobs(logits, chosen, max(counts)), counts)
 
 
 @dataclass
@@ -33,7 +44,7 @@ class Row:
 def run(logits: torch.Tensor, rows: Sequence[Row], masks: dict[int, torch.Tensor] | None = None) -> Drawn:
     """Samples a step of these rows."""
     width = logits.shape[1]
-    pool = PenaltyPool(width, "cpu")
+    pool = PenaltyPool(width, TRANSFERS)
     tokens = torch.zeros((len(rows) + 1, 64), dtype=torch.int32)
     resolved = []
     for slot, row in enumerate(rows, start=1):
@@ -43,14 +54,14 @@ def run(logits: torch.Tensor, rows: Sequence[Row], masks: dict[int, torch.Tensor
         penalties = penalties_of(row.params)
         if penalties is not None:
             pool_row = pool.add(penalties, known[: len(row.prompt)], known[len(row.prompt) :])
-        resolved.append(resolve_row(row.params, 1000 + slot, width, "cpu", pool_row))
+        resolved.append(resolve_row(row.params, 1000 + slot, width, TRANSFERS, pool_row))
     history = History(
         tokens,
         torch.arange(1, len(rows) + 1),
         torch.tensor([len(row.prompt) + len(row.outputs) for row in rows]),
         torch.tensor([len(row.prompt) for row in rows]),
     )
-    return sample(logits, build_batch(resolved, masks or {}, width, "cpu"), history, pool)
+    return sample(logits, build_batch(resolved, masks or {}, width, TRANSFERS), history, pool, OPS)
 
 
 def drawn_ids(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
@@ -194,11 +205,11 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     rows = [random_row(rng, width) for _ in range(16)]
     logits = torch.from_numpy(rng.normal(0, 2, (16, width)).astype(np.float32))
     together = run(logits, rows)
-    entries = gather_logprobs(logits, together.token_ids, [4] * 16)
+    entries = described(logits, together.token_ids, [4] * 16)
     for place, row in enumerate(rows):
         alone = run(logits[place : place + 1].clone(), [row])
         assert alone.token_ids[0] == together.token_ids[place]
-        assert gather_logprobs(logits[place : place + 1].clone(), alone.token_ids, [4])[0] == entries[place]
+        assert described(logits[place : place + 1].clone(), alone.token_ids, [4])[0] == entries[place]
 
 
 # Bug bank, group B.
@@ -227,7 +238,7 @@ def test_B04_logprobs_do_not_depend_on_sampling_settings() -> None:
     logits = torch.randn((3, 600), generator=torch.Generator().manual_seed(1)) * 3
     reference = torch.log_softmax(logits.double(), 1)
     for entry, row, chosen in zip(
-        gather_logprobs(logits, torch.tensor([5, 6, 7]), [5] * 3), reference, (5, 6, 7), strict=True
+        described(logits, torch.tensor([5, 6, 7]), [5] * 3), reference, (5, 6, 7), strict=True
     ):
         assert entry.token_ids == [chosen, *row.topk(5).indices.tolist()]
         assert entry.logprobs == pytest.approx(row[entry.token_ids].tolist(), abs=1e-6)
@@ -246,7 +257,7 @@ def test_B04_logits_are_not_modified_by_sampling() -> None:
 def test_B05_minus_infinity_has_a_finite_floor() -> None:
     logits = torch.full((1, 80), -math.inf)
     logits[0, 3] = 0.0
-    entry = gather_logprobs(logits, torch.tensor([7]), [5])[0]
+    entry = described(logits, torch.tensor([7]), [5])[0]
     assert entry.logprobs == [FLOOR, 0.0, FLOOR, FLOOR, FLOOR, FLOOR]
     assert entry.token_ids == [7, 3, 0, 1, 2, 4]
     assert entry.ranks == [2, 1, 2, 2, 2, 2]
@@ -287,15 +298,15 @@ def test_B08_penalties_follow_their_definitions() -> None:
 
 def test_B08_counts_grow_token_by_token() -> None:
     width = 32
-    pool = PenaltyPool(width, "cpu")
+    pool = PenaltyPool(width, TRANSFERS)
     params = SamplingParams(temperature=0.0, frequency_penalty=1.0)
     prompt = torch.tensor([3])
-    row = resolve_row(params, 1, width, "cpu", pool.add(Penalties(1.0, 0.0, 1.0), prompt, prompt[:0]))
-    batch = build_batch([row], {}, width, "cpu")
+    row = resolve_row(params, 1, width, TRANSFERS, pool.add(Penalties(1.0, 0.0, 1.0), prompt, prompt[:0]))
+    batch = build_batch([row], {}, width, TRANSFERS)
     logits = torch.zeros((1, width))
     logits[0, [10, 11]] = torch.tensor([2.5, 1.0])
     history = History(torch.zeros((1, 64), dtype=torch.int32), torch.tensor([0]), torch.tensor([1]), torch.tensor([1]))
-    drawn = [int(sample(logits, batch, history, pool).token_ids) for _ in range(6)]
+    drawn = [int(sample(logits, batch, history, pool, OPS).token_ids) for _ in range(6)]
     # 10 at 2.5, 1.5, then 11 at 1.0 beats 0.5, then 10 at 0.5, then 0 before 11 (both 0), then 1.
     assert drawn == [10, 10, 11, 10, 0, 1]
 
@@ -359,7 +370,7 @@ def test_bad_words_look_at_the_output_only() -> None:
 
 
 def test_penalty_rows_are_reused_and_start_afresh() -> None:
-    pool = PenaltyPool(16, "cpu")
+    pool = PenaltyPool(16, TRANSFERS)
     settings, nothing = Penalties(2.0, 1.0, 1.0), torch.zeros(0, dtype=torch.int64)
     rows = [pool.add(settings, torch.tensor([3]), torch.tensor([4, 4])) for _ in range(20)]
     assert sorted(rows) == list(range(20)) and len(pool) == 20
@@ -368,22 +379,23 @@ def test_penalty_rows_are_reused_and_start_afresh() -> None:
     assert len(pool) == 0
     again = pool.add(settings, nothing, nothing)
     logits = torch.full((1, 16), 6.0)
-    pool.apply(logits, torch.tensor([0]), torch.tensor([again]))
+    pool.apply(logits, torch.tensor([0]), torch.tensor([again]), OPS)
     assert torch.equal(logits, torch.full((1, 16), 6.0))
 
 
 def test_F01_logprobs_of_mixed_rows_go_to_the_rows_that_asked() -> None:
     width = 100
     rows = [
-        resolve_row(SamplingParams(logprobs=count), i, width, "cpu", None) for i, count in enumerate([None, 2, None, 0])
+        resolve_row(SamplingParams(logprobs=count), i, width, TRANSFERS, None)
+        for i, count in enumerate([None, 2, None, 0])
     ]
-    batch = build_batch(rows, {}, width, "cpu")
+    batch = build_batch(rows, {}, width, TRANSFERS)
     assert (batch.logprob_rows, batch.num_logprobs) == ((1, 3), (2, 0))
     logits = torch.randn((2, width), generator=torch.Generator().manual_seed(6))
-    entries = gather_logprobs(logits, torch.tensor([4, 5]), batch.num_logprobs)
+    entries = described(logits, torch.tensor([4, 5]), batch.num_logprobs)
     assert [len(entry.token_ids) for entry in entries] == [3, 1]
-    assert entries[0] == gather_logprobs(logits[:1], torch.tensor([4]), [2])[0]
-    assert entries[1] == gather_logprobs(logits[1:], torch.tensor([5]), [0])[0]
+    assert entries[0] == described(logits[:1], torch.tensor([4]), [2])[0]
+    assert entries[1] == described(logits[1:], torch.tensor([5]), [0])[0]
 
 
 # Faults of one row.
@@ -461,13 +473,15 @@ def check_distribution(case: dict[str, Any], width: int) -> None:
     logits = torch.randn((1, width), generator=torch.Generator().manual_seed(12)) * 1.5
     row = Row(SamplingParams(seed=0, **case))
     expected = kept_probabilities(edited_logits(logits[0].numpy(), row), row.params)
-    batch = build_batch([resolve_row(row.params, 1, width, "cpu", None)] * batch_rows, {}, width, "cpu")
+    batch = build_batch([resolve_row(row.params, 1, width, TRANSFERS, None)] * batch_rows, {}, width, TRANSFERS)
     places = torch.full((batch_rows,), 3)
     history = History(torch.zeros((1, 64), dtype=torch.int32), places * 0, places, places)
     counts = np.zeros(width)
     for start in range(0, draws, batch_rows):
         groups = tuple(replace(group, seeds=start + torch.arange(batch_rows)) for group in batch.groups)
-        drawn = sample(logits.repeat(batch_rows, 1), replace(batch, groups=groups), history, PenaltyPool(width, "cpu"))
+        drawn = sample(
+            logits.repeat(batch_rows, 1), replace(batch, groups=groups), history, PenaltyPool(width, TRANSFERS), OPS
+        )
         counts += np.bincount(drawn.token_ids.numpy(), minlength=width)
     assert counts[expected == 0].sum() == 0
     common = expected * draws >= 5
@@ -507,3 +521,38 @@ def test_inverse_cdf_never_draws_a_weight_of_zero_at_the_ends() -> None:
     weights[0, 400] = 1e-30
     for noise in (0.0, 0.5, 1 - 2**-53):
         assert int(inverse_cdf(weights, torch.tensor([noise], dtype=torch.float64))) == 400
+
+
+def test_a_batch_that_is_uploaded_in_one_copy_is_the_same() -> None:
+    """The way of a device that is not the host: every list of a batch travels in one buffer."""
+    width = 100
+    settings: list[dict[str, Any]] = [
+        {"temperature": 0.7, "top_p": 0.5, "min_p": 0.25, "seed": -3},
+        {"logit_bias": {3: 1.5, 9: 100.0}, "min_tokens": 4, "eos_token_ids": [5], "top_k": 7},
+        {"bad_words_token_ids": [[1, 2], [3, 4, 5], [8]], "temperature": 0.0, "allowed_token_ids": [1, 2]},
+    ]
+    params = [SamplingParams(**fields) for fields in settings]
+    copies = []
+
+    class OneCopy(Transfers):
+        def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+            copies.append(tensor)
+            return super().to_device(tensor)
+
+    built = []
+    for transfers in (TRANSFERS, OneCopy("cpu:0")):
+        rows = [resolve_row(p, i, width, transfers, i if i == 1 else None) for i, p in enumerate(params)]
+        copies.clear()
+        built.append(build_batch(rows, {}, width, transfers))
+    assert len(copies) == 2, "the mask of forced tokens, and all else"
+
+    def tensors(found: Any) -> list[Any]:
+        if isinstance(found, torch.Tensor):
+            return [found.dtype, found.tolist()]
+        parts = (
+            found if isinstance(found, tuple) else [getattr(found, name) for name in getattr(found, "__slots__", ())]
+        )
+        return [tensors(part) for part in parts] or [found]
+
+    assert tensors(built[0]) == tensors(built[1])
+    assert built[0].edits is not None and built[0].edits.words is not None

@@ -49,7 +49,7 @@ def seconds_per_step(
 
 
 def test_a_decode_costs_a_few_microseconds_per_request() -> None:
-    """About 2.6 microseconds on the machine where this was written; the bound leaves room for slower and busier
+    """About 2.2 microseconds on the machine where this was written; the bound leaves room for slower and busier
     ones.
     """
     assert seconds_per_step() / NUM_RUNNING < 20e-6

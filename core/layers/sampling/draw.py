@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .blockwise import inverse_cdf, row_sum
-from .nucleus import keep_nucleus
 from .noise import uniform
+from .nucleus import keep_nucleus
 
 ALWAYS = 2**62  # a top_k that keeps everything
 OFF = 2.0  # a top_p that keeps everything, rounding included

@@ -75,6 +75,24 @@ class ForgetsTheSoftCap(MyAttention):
         return super().forward(query, cache, replace(layer, soft_cap=None))
 
 
+class ForgetsTheSinks(MyAttention):
+    """Claims attention sinks and leaves them out."""
+
+    def forward(self, query: Tensor, cache: LayerCache, layer: AttentionLayer) -> Tensor:
+        return super().forward(query, cache, replace(layer, sinks=None))
+
+
+class HalvesSomeSlopes(MyAttention):
+    """Halves the slopes of the latter half of the heads."""
+
+    def forward(self, query: Tensor, cache: LayerCache, layer: AttentionLayer) -> Tensor:
+        slopes = layer.alibi_slopes
+        if slopes is not None:
+            slopes = slopes.clone()
+            slopes[len(slopes) // 2 :] /= 2
+        return super().forward(query, cache, replace(layer, alibi_slopes=slopes))
+
+
 def _sample(name: str, backend: type[AttentionBackend], caught_by: str) -> BrokenSample:
     provider = Provider(name=name, build=lambda context: backend(), summary=f"broken: {name}")
     return BrokenSample(name, provider, caught_by)
@@ -89,4 +107,6 @@ BROKEN: tuple[BrokenSample, ...] = (
     _sample("window_one_too_wide", WindowOneTooWide, "windows"),
     _sample("always_causal", AlwaysCausal, "bidirectional"),
     _sample("forgets_the_soft_cap", ForgetsTheSoftCap, "soft_caps"),
+    _sample("forgets_the_sinks", ForgetsTheSinks, "sinks"),
+    _sample("halves_some_slopes", HalvesSomeSlopes, "alibi"),
 )

@@ -9,8 +9,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...contracts.kernels import KernelProvider, LinearKernel, PackedWeight
+from ...layers.ops import OpTable
+from ...layers.sampling.noise import uniform
 from ..templates.kernels import MyKernelsLinear
 from . import BrokenSample
+
+_REFERENCE = OpTable.reference()
 
 
 def eps_outside_the_root(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -92,6 +96,74 @@ class ReusesItsOutput(MyKernelsLinear):
         return self._buffers.setdefault((out.shape, out.dtype), out).copy_(out)
 
 
+def norms_large_batches_otherwise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Right within float32's accuracy, but with other bits in a larger batch."""
+    wide = x.float() if len(x) < 4 else x.double()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def writes_padding(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    """Takes slot -1 for the last one, as indexing does."""
+    slots = slot_mapping % (keys.shape[0] * keys.shape[1])
+    _REFERENCE.rope_write_kv(q, k, v, positions, cos_sin, keys, values, slots)
+
+
+def leaves_padding(*arguments: Any) -> None:
+    """Tokens beyond those of the rows stay what they were."""
+    starts, input_ids = arguments[1], arguments[6]
+    before, used = input_ids.clone(), int(starts[-1])
+    _REFERENCE.step_inputs(*arguments)
+    input_ids[used:] = before[used:]
+
+
+def highest_of_equal_ids(logits: Tensor) -> tuple[Tensor, Tensor]:
+    values = logits.amax(1)
+    equal = (logits == values[:, None]).long() * torch.arange(1, 1 + logits.shape[1])
+    return values, (equal.amax(1) - 1).clamp_(min=0)
+
+
+def subtracts_before_it_divides(logits: Tensor, local: Tensor, rows: Tensor, divisors: Tensor, amounts: Tensor) -> None:
+    values, factors = logits[local] - amounts[rows], divisors[rows]
+    logits[local] = torch.where(values > 0, values / factors, values * factors)
+
+
+def keeps_every_tie(
+    logits: Tensor,
+    best: Tensor,
+    temperature: Tensor,
+    min_p: Tensor | None,
+    top_k: Tensor,
+    top_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    ordered: bool,
+) -> Tensor:
+    """top_k keeps whatever is as large as the k-th logit; with other filters it is right."""
+    if not ordered or bool((top_p < 1).any()) or (min_p is not None and bool(min_p.any())):
+        return _REFERENCE.draw(logits, best, temperature, min_p, top_k, top_p, seeds, positions, ordered)
+    kth = logits.sort(1, descending=True).values.gather(1, (top_k - 1).clamp(max=logits.shape[1] - 1)[:, None])
+    weights = ((logits.double() - best[:, None]) / temperature[:, None]).exp().masked_fill(logits < kth, 0.0)
+    cumulative = weights.cumsum(1)
+    target = uniform(seeds, positions)[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
+
+
+def ranks_are_places(logits: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Equal logits have different ranks."""
+    ids, logprobs, ranks = _REFERENCE.gather_logprobs(logits, chosen, count)
+    ranks[:, 1:] = torch.arange(1, ranks.shape[1])
+    return ids, logprobs, ranks
+
+
 def _sample(name: str, op: str, kernel: Any, caught_by: str) -> BrokenSample:
     def build(context: Any) -> Any:
         return kernel() if isinstance(kernel, type) and issubclass(kernel, LinearKernel) else kernel
@@ -114,4 +186,13 @@ BROKEN: tuple[BrokenSample, ...] = (
     _sample("forgets_the_bias", "linear", ForgetsTheBias, "linear_equals_its_definition"),
     _sample("unpacks_transposed", "linear", UnpacksTransposed, "linear_unpacks_what_it_packed"),
     _sample("reuses_its_output", "linear", ReusesItsOutput, "results_are_not_overwritten"),
+    _sample(
+        "norms_large_batches_otherwise", "rms_norm", norms_large_batches_otherwise, "row_does_not_depend_on_its_batch"
+    ),
+    _sample("writes_padding", "rope_write_kv", writes_padding, "rope_write_kv_rotates_and_writes"),
+    _sample("leaves_padding", "step_inputs", leaves_padding, "step_inputs_equal_their_definition"),
+    _sample("highest_of_equal_ids", "argmax", highest_of_equal_ids, "argmax_gives_the_lowest_id"),
+    _sample("subtracts_before_it_divides", "penalize", subtracts_before_it_divides, "penalize_equals_its_definition"),
+    _sample("keeps_every_tie", "draw", keeps_every_tie, "draw_orders_equal_tokens_by_id"),
+    _sample("ranks_are_places", "gather_logprobs", ranks_are_places, "gather_logprobs_equals_its_definition"),
 )

@@ -46,7 +46,7 @@ class WholeMachine(MyPlatform):
         memory = super().memory()
         return MemorySnapshot(memory.total_bytes, memory.total_bytes // 4)
 
-    def kv_cache_bytes(self, gpu_memory_utilization: float) -> int:
+    def kv_cache_bytes(self, gpu_memory_utilization: float, step_bytes: int = 0) -> int:
         return self.memory().total_bytes
 
 
@@ -75,12 +75,17 @@ class RestlessProbe(MyPlatform):
 
 
 def _sample(
-    name: str, make: Callable[[MyPlatformOptions], Platform], caught_by: str, environment: object = None
+    name: str,
+    make: Callable[[MyPlatformOptions], Platform],
+    caught_by: str,
+    environment: object = None,
+    facts: DeviceInfo | None = None,
 ) -> BrokenSample:
     provider = PlatformProvider(
         name=name,
         build=lambda context: make(MyPlatformOptions()),
         environment=lambda: {} if environment is None else environment,  # type: ignore[arg-type, return-value]
+        facts=None if facts is None else lambda options: facts,
         summary=f"broken: {name.replace('_', ' ')}",
     )
     return BrokenSample(name, provider, caught_by)
@@ -95,4 +100,10 @@ BROKEN: Final[tuple[BrokenSample, ...]] = (
     _sample("follows_the_checkpoint", FollowsTheCheckpoint, "dtypes_are_names"),
     _sample("restless_probe", RestlessProbe, "probe_gives_plain_facts"),
     _sample("numbers_in_the_environment", MyPlatform, "environment_is_names_and_strings", {"OMP_NUM_THREADS": 2}),
+    _sample(
+        "facts_of_another_device",
+        MyPlatform,
+        "facts_are_what_probe_says",
+        facts=DeviceInfo("cuda", "some card", (9, 0)),
+    ),
 )

@@ -89,6 +89,20 @@ class AdmitsWhoeverFits(MyScheduler):
             plan.admit(view, num_tokens)
 
 
+class NeverHolds(MyScheduler):
+    """Lets everybody compute the prefix that somebody is computing."""
+
+    def _admit(self, plan: PlanBuilder) -> None:
+        while plan.budget.num_tokens > 0 and plan.budget.num_requests > 0:
+            view = self.policy.peek()
+            if view is None:
+                return
+            num_tokens = self._tokens_for(plan, view, plan.num_tokens_to_admit(view))
+            if num_tokens <= 0 or not plan.can_admit(view, num_tokens):
+                return
+            plan.admit(self.policy.pop(), num_tokens)
+
+
 class KeepsItsPolicy(MyScheduler):
     """Asks the policy that it was made with, also after a swap."""
 
@@ -141,6 +155,7 @@ BROKEN: Final[tuple[BrokenSample, ...]] = (
     _sample("ignores_shares", IgnoresShares, "respects_the_policys_share"),
     _sample("never_sheds", NeverSheds, "refuses_whom_the_policy_sheds"),
     _sample("admits_whoever_fits", AdmitsWhoeverFits, "nobody_waits_for_ever"),
+    _sample("never_holds", NeverHolds, "computes_shared_prefixes_once"),
     _sample("keeps_its_policy", KeepsItsPolicy, "uses_the_policy_that_was_swapped_in"),
     _sample("picks_its_own_victims", PicksItsOwnVictims, "preempts_whom_the_victim_rule_names"),
     _sample("leaves_plans_unbuilt", LeavesPlansUnbuilt, "gives_none_when_nothing_waits"),

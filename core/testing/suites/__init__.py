@@ -56,7 +56,8 @@ def class_name(kind: str, ending: str = "Suite") -> str:
 _MODULES: Final = {class_name(kind): kind for kind in KINDS} | {"ConformanceSuite": "base"}
 
 # So that a bare `assert` in a suite says what the values were, in an author's run too.
-pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _MODULES.values()))
+_HELPERS: Final = ("kernels_rows", "kernels_sampling", "kernels_step")
+pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in (*_MODULES.values(), *_HELPERS)))
 
 
 def __getattr__(name: str) -> Any:

@@ -37,9 +37,11 @@ _HEAD_SIZES = (64, 16, 40, 128)  # tried where a backend claims any
 _BLOCK_SIZES = (16, 4, 32)
 _DTYPES = ("float32", "bfloat16", "float16")
 _PROBED_HEAD_SIZES = (64, 128, 16, 32, 80, 96, 256)
+_PROBED_BLOCK_SIZES = (*_BLOCK_SIZES, 64, 128, 256)
 
-# Against float64: relative to the value, and absolute on outputs of size one.
-TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2**-7, 2**-8), torch.float16: (2**-10, 2**-10)}
+# Against float64: relative to the value, and absolute on outputs of size one: matrix units multiply weights that are rounded
+# to the dtype, so that the absolute error of a small output is that of the values it is made of.
+TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2**-7, 2**-7), torch.float16: (2**-10, 2**-10)}
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class AttentionCase:
 
 class AttentionSuite(ConformanceSuite):
     kind: ClassVar[str] = "attention"
+    random_steps: ClassVar[int] = 12
     max_cases: ClassVar[int] = 4  # combinations of heads, head size, block size and dtype; a large number means all
 
     @pytest.fixture(autouse=True)
@@ -99,7 +102,7 @@ class AttentionSuite(ConformanceSuite):
 
     def _first(self) -> tuple[AttentionCase, AttentionBackend]:
         refused: set[str] = set()
-        for dtype, size, block in itertools.product(_DTYPES, _PROBED_HEAD_SIZES, _BLOCK_SIZES):
+        for dtype, size, block in itertools.product(_DTYPES, _PROBED_HEAD_SIZES, _PROBED_BLOCK_SIZES):
             case = AttentionCase((4, 2), size, block, dtype)
             layer = case.layer()
             reasons = self.reasons(layer, case.spec(layer), block)
@@ -138,7 +141,12 @@ class AttentionSuite(ConformanceSuite):
 
     def step(self, case: AttentionCase, batch: str, layer: AttentionLayer | None = None, **changes: Any) -> PagedStep:
         backend = self.backend(case, layer)
-        options = {"block_size": case.block_size, "dtype": case.torch_dtype, **changes}
+        options = {
+            "block_size": case.block_size,
+            "dtype": case.torch_dtype,
+            "device": self.torch_device,
+            **changes,
+        }
         return make_paged_step(backend.layout, layer or case.layer(), BATCHES[batch], **options)
 
     def check(self, case: AttentionCase, step: PagedStep, layer: AttentionLayer | None = None) -> None:
@@ -164,7 +172,7 @@ class AttentionSuite(ConformanceSuite):
     def test_random_batches(self) -> None:
         """Any mix of context lengths and new tokens."""
         case, backend = self._first()
-        for seed in range(12):
+        for seed in range(self.random_steps):
             rng = random.Random(seed if self.seed is None else self.seed + seed)
             lengths = [rng.choice((1, 2, case.block_size, 3 * case.block_size, rng.randint(1, 150))) for _ in range(6)]
             contexts = [(rng.choice((1, length, rng.randint(1, length))), length) for length in lengths]
@@ -175,6 +183,7 @@ class AttentionSuite(ConformanceSuite):
                 block_size=case.block_size,
                 dtype=case.torch_dtype,
                 seed=seed,
+                device=self.torch_device,
             )
             self.check(case, step)
 
@@ -185,7 +194,13 @@ class AttentionSuite(ConformanceSuite):
             contexts = ((3, 3 * block + 2), (block, 3 * block + 1), (1, 5))
             layout = self.backend(case).layout
             step = make_paged_step(
-                layout, case.layer(), contexts, block_size=block, dtype=case.torch_dtype, shared_blocks=2
+                layout,
+                case.layer(),
+                contexts,
+                block_size=block,
+                dtype=case.torch_dtype,
+                shared_blocks=2,
+                device=self.torch_device,
             )
             self.check(case, step)
 
@@ -221,20 +236,61 @@ class AttentionSuite(ConformanceSuite):
             if self.serves(case, layer):
                 self.check(case, self.step(case, "mixed", layer), layer)
 
+    def test_sinks(self) -> None:
+        """A head's sink is one more score in the softmax, with no value."""
+        self._need(self.capabilities().sinks, "attention sinks")
+        for case in self.cases()[:3]:
+            layer = case.layer(sinks=self.by_head(case).to(case.torch_dtype))
+            if self.serves(case, layer):
+                for batch in ("mixed", "decode"):
+                    self.check(case, self.step(case, batch, layer), layer)
+
+    def test_alibi(self) -> None:
+        """A head's slope times (key position - query position) is added to its scores."""
+        self._need(self.capabilities().alibi, "ALiBi")
+        for case in self.cases()[:3]:
+            layer = case.layer(alibi_slopes=2.0 ** -self.by_head(case))
+            if self.serves(case, layer):
+                self.check(case, self.step(case, "mixed", layer), layer)
+
+    def test_fp8_caches(self) -> None:
+        """A cache of 8-bit floats holds rounded keys and values; the queries are in another dtype."""
+        self._need(self.capabilities().fp8_cache, "8-bit caches")
+        for case in self.cases()[:2]:
+            for name in ("float8_e4m3fn", "float8_e5m2"):
+                layer = case.layer()
+                spec = replace(case.spec(layer), dtype=name)
+                if self.reasons(layer, spec, case.block_size):
+                    continue
+                backend = self.build(spec=spec, block_size=case.block_size, layers=(layer,))
+                step = self.step(case, "mixed", layer, cache_dtype=getattr(torch, name))
+                compare(step.run(backend, layer), step.expected(layer), case)
+
+    def by_head(self, case: AttentionCase) -> Tensor:
+        """float32 [H]: 1, 2, 3, ..."""
+        return torch.arange(1.0, 1 + case.heads[0], device=self.torch_device)
+
     def test_bidirectional(self) -> None:
         """With `causal` False a token sees the whole context."""
         self._need(self.capabilities().non_causal, "attention that is not causal")
         for case in self.cases()[:3]:
             self.check(case, self.step(case, "mixed", causal=False))
 
-    @pytest.mark.parametrize("feature", ["window", "soft_cap"])
+    @pytest.mark.parametrize("feature", ["window", "soft_cap", "sinks", "alibi"])
     def test_what_it_does_not_claim_it_refuses(self, feature: str) -> None:
-        """A layer with a window or a soft cap that it does not claim is refused by `unavailable`, not computed
-        wrongly."""
+        """A layer with a window, a soft cap, sinks or slopes that it does not claim is refused by `unavailable`, not
+        computed wrongly."""
         if getattr(self.capabilities(), feature):
             pytest.skip(f"it claims {feature}")
         case = self._first()[0]
-        layer = case.layer(**{feature: 4})
+        by_head = self.by_head(case)
+        fields: dict[str, Any] = {
+            "window": {"window": 4},
+            "soft_cap": {"soft_cap": 4.0},
+            "sinks": {"sinks": by_head},
+            "alibi": {"alibi_slopes": by_head},
+        }
+        layer = case.layer(**fields[feature])
         full = replace(case.spec(layer), kind="full", window=None)
         assert self.reasons(layer, full, case.block_size), f"it does not claim {feature}, yet takes a layer with one"
 
@@ -254,6 +310,7 @@ class AttentionSuite(ConformanceSuite):
         one = self.step(case, "mixed")
         other = self.step(case, "mixed")
         order = torch.cat([torch.tensor([0]), torch.randperm(len(canonical(one.cache, one.layout)[0]) - 1) + 1])
+        order = order.to(self.torch_device)
         for stored in canonical(other.cache, other.layout):
             stored.copy_(stored[order.argsort()].clone())
         other.geometry.block_table.copy_(order[other.geometry.block_table.long()])
@@ -318,7 +375,7 @@ class AttentionSuite(ConformanceSuite):
         step = self.step(case, "mixed")
         step.query *= 300
         torch.testing.assert_close(
-            step.run(backend, case.layer()).double(), step.expected(case.layer()), rtol=1e-2, atol=1e-2
+            step.run(backend, case.layer()).double().cpu(), step.expected(case.layer()), rtol=1e-2, atol=1e-2
         )
 
     def _need(self, claimed: bool, what: str) -> None:
@@ -333,7 +390,7 @@ def _values(case: AttentionCase) -> set[tuple[str, Any]]:
 def compare(found: Tensor, expected: Tensor, case: AttentionCase) -> None:
     relative, absolute = TOLERANCES[found.dtype]
     torch.testing.assert_close(
-        found.double(), expected, rtol=relative, atol=absolute, msg=lambda text: f"{case}: {text}"
+        found.double().cpu(), expected, rtol=relative, atol=absolute, msg=lambda text: f"{case}: {text}"
     )
 
 

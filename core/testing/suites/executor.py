@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 import time
@@ -78,6 +79,38 @@ class ScriptedWorker(Worker):
         self.calls.append((name, what))
 
 
+class QueuingWorker(ScriptedWorker):
+    """The same on a device that works asynchronously: `execute` queues; what `launch_sample` gives waits at the gate.
+
+    fail_late: ids of steps whose fault the device reports only when it is waited for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fail_late: set[int] = set()
+
+    def execute(self, plan: StepPlan) -> None:
+        self._note("execute", plan.step_id)
+        if plan.step_id in self.fail_execute:
+            raise WorkerFault(f"step {plan.step_id} fails in execute")
+        self._executed = plan
+
+    def sample(self, plan: StepPlan, masks: Any | None) -> StepResult:
+        return self.launch_sample(plan, masks)()
+
+    def launch_sample(self, plan: StepPlan, masks: Any | None) -> Callable[[], StepResult]:
+        result = super().sample(plan, masks)
+
+        def wait() -> StepResult:
+            self.gate.wait(HOLD_SECONDS)
+            self._note("executed", plan.step_id)
+            if plan.step_id in self.fail_late:
+                raise WorkerFault(f"step {plan.step_id} fails late")
+            return result
+
+        return wait
+
+
 class _Caller:
     """The scheduling thread: every call on the executor is made on it, and none may take for ever."""
 
@@ -113,14 +146,20 @@ class _Caller:
 class ExecutorSuite(ConformanceSuite):
     """For executors whose worker lives in this process: the suite looks into it.
 
-    seconds: how long any call may take.
+    seconds: how long any call may take. asynchronous: the worker's device works asynchronously, for executors that need that;
+    set `device` too, where they look at it.
     """
 
     kind = "executor"
     seconds: ClassVar[float] = 10.0
+    asynchronous: ClassVar[bool] = False
 
     def context_fields(self) -> dict[str, Any]:
-        return {"make_worker": ScriptedWorker}
+        return {"make_worker": self.worker_class()}
+
+    @classmethod
+    def worker_class(cls) -> type[ScriptedWorker]:
+        return QueuingWorker if cls.asynchronous else ScriptedWorker
 
     @contextlib.contextmanager
     def running(self) -> Iterator[tuple[Executor, ScriptedWorker, _Caller]]:
@@ -128,11 +167,15 @@ class ExecutorSuite(ConformanceSuite):
         made: list[ScriptedWorker] = []
 
         def make_worker() -> ScriptedWorker:
-            made.append(ScriptedWorker())
+            made.append(self.worker_class()())
             return made[-1]
 
         call = _Caller(self.seconds)
-        executor: Executor = self.build(make_worker=make_worker)
+        try:
+            executor: Executor = call(functools.partial(self.build, make_worker=make_worker))
+        except BaseException:
+            call.stop()
+            raise
         try:
             assert len(made) == 1, f"build made {len(made)} workers for one rank"
             yield executor, made[0], call
@@ -191,6 +234,22 @@ class ExecutorSuite(ConformanceSuite):
             assert call(executor.next_result).step_id == 0
             with pytest.raises(WorkerFault, match=f"step 1 fails in {where}"):
                 call(executor.next_result)
+
+    def test_late_faults_come_through_next_result(self) -> None:
+        """A fault that the device reports only when it is waited for comes out for that step and for every later one."""
+        if not self.asynchronous:
+            pytest.skip("the worker of this suite computes when it is called")
+        with self.running() as (executor, worker, call):
+            assert isinstance(worker, QueuingWorker)
+            worker.fail_late.add(0)
+            for step in range(2):
+                call(executor.execute, plan(step))
+                call(executor.sample, plan(step), None)
+            for _ in range(2):
+                with pytest.raises(WorkerFault, match="step 0 fails late"):
+                    call(executor.next_result)
+            with pytest.raises(EngineDeadError):
+                call(executor.check_health)
 
     def test_health_after_a_fault(self) -> None:
         """`check_health` says nothing while all is well, and raises EngineDeadError once the worker has failed."""

@@ -7,6 +7,8 @@
         op = "rms_norm"
 
 One class for each op that the plugin offers; checks of other ops are skipped. `op` may be left out for a plugin with one.
+On another device than the CPU: `torch_device = "cuda"`, and `device`, what the context says of it. The definitions are
+computed on the CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...contracts.kernels import LinearKernel
+from . import kernels_rows as pool
+from . import kernels_sampling as sampling
+from . import kernels_step as step
 from .base import ConformanceSuite
+from .kernels_step import angles, rotate
 
 EPS = 1e-5
 ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of one rounding, relative
@@ -67,6 +73,10 @@ class KernelsSuite(ConformanceSuite):
     def product(self) -> Any:
         return self.kernel(self.op_name())
 
+    def normal(self, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Normal numbers on the device under test, the same each time."""
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(self.torch_device)
+
     # Norms
 
     def test_rms_norm_equals_its_definition(self) -> None:
@@ -76,14 +86,14 @@ class KernelsSuite(ConformanceSuite):
         for dtype in self.dtypes():
             kernel = self.kernel("rms_norm", dtype=dtype)
             for (rows, width), size in zip(ROWS_AND_WIDTHS, (1.0, 1e-3, 30.0, 1e-2, 1.0), strict=True):
-                x, weight = normal(rows, width, dtype=dtype) * size, normal(width, seed=1, dtype=dtype)
+                x, weight = self.normal(rows, width, dtype=dtype) * size, self.normal(width, seed=1, dtype=dtype)
                 out = unchanged(kernel, x, weight, EPS)
                 check(out, normed(x, weight), roundings=2, shape=(rows, width), dtype=dtype)
 
     def test_rms_norm_takes_wide_activations_beside_narrow_weights(self) -> None:
         """Float32 activations with a bfloat16 weight give a float32 result: the CPU's usual mixture."""
         kernel = self.kernel("rms_norm", "add_rms_norm", dtype=torch.float32)
-        x, weight = normal(4, 96), normal(96, seed=1, dtype=torch.bfloat16)
+        x, weight = self.normal(4, 96), self.normal(96, seed=1, dtype=torch.bfloat16)
         if self.op_name() == "rms_norm":
             check(kernel(x, weight, EPS), normed(x, weight), shape=(4, 96), dtype=torch.float32)
         else:
@@ -95,8 +105,8 @@ class KernelsSuite(ConformanceSuite):
         for dtype in self.dtypes():
             kernel = self.kernel("add_rms_norm", dtype=dtype)
             for rows, width in ROWS_AND_WIDTHS:
-                x, weight = normal(rows, width, dtype=dtype), normal(width, seed=1, dtype=dtype)
-                residual = normal(rows, width, seed=2, dtype=dtype)
+                x, weight = self.normal(rows, width, dtype=dtype), self.normal(width, seed=1, dtype=dtype)
+                residual = self.normal(rows, width, seed=2, dtype=dtype)
                 total, before = x + residual, (x.clone(), weight.clone())
                 out = kernel(x, residual, weight, EPS)
                 assert torch.equal(residual, total), f"{dtype} [{rows}, {width}]: the residual is not residual + x"
@@ -112,8 +122,8 @@ class KernelsSuite(ConformanceSuite):
         for dtype in self.dtypes():
             kernel = self.kernel(*GATED_OPS, dtype=dtype)
             for rows, width in ROWS_AND_WIDTHS:
-                x = 4 * normal(rows, 2 * width, dtype=dtype)
-                gate, up = x.double().chunk(2, dim=1)
+                x = 4 * self.normal(rows, 2 * width, dtype=dtype)
+                gate, up = x.cpu().double().chunk(2, dim=1)
                 out = unchanged(kernel, x)
                 # Far below zero gelu is a difference of nearly equal numbers: an absolute error of the size of one.
                 slack = 4e-7 * (gate * up).abs()
@@ -122,7 +132,9 @@ class KernelsSuite(ConformanceSuite):
     def test_gated_activation_of_extremes(self) -> None:
         """Values far from zero neither overflow nor turn into NaN; a NaN stays one."""
         kernel = self.kernel(*GATED_OPS)
-        gate = torch.tensor([[0.0, 200.0, -200.0, -3e4, 3e4, math.nan]], dtype=self.dtypes()[0])
+        gate = torch.tensor(
+            [[0.0, 200.0, -200.0, -3e4, 3e4, math.nan]], dtype=self.dtypes()[0], device=self.torch_device
+        )
         out = kernel(torch.cat((gate, torch.ones_like(gate)), dim=1))[0]
         assert out[:4].tolist() == [0.0, 200.0, 0.0, 0.0] and out[4] == gate[0, 4] and out[5].isnan(), out.tolist()
 
@@ -139,17 +151,17 @@ class KernelsSuite(ConformanceSuite):
             kernel = self.kernel("rope", dtype=dtype)
             for heads, kv_heads, size, rotated in ROPE_SHAPES:
                 for tokens in (1, 13):
-                    qkv = normal(tokens, heads + 2 * kv_heads, size, dtype=dtype)
+                    qkv = self.normal(tokens, heads + 2 * kv_heads, size, dtype=dtype)
                     before = qkv.clone()
                     q, k, _ = qkv.split_with_sizes((heads, kv_heads, kv_heads), 1)
                     positions = torch.randint(0, 500, (tokens,), generator=torch.Generator().manual_seed(tokens))
-                    table = angles(500, rotated)
+                    positions, table = positions.to(self.torch_device), angles(500, rotated).to(self.torch_device)
                     assert kernel(q, k, positions, table) is None, "it works in place and returns nothing"
-                    wanted = rotate(before[:, : heads + kv_heads].double(), positions, table)
+                    wanted = rotate(before[:, : heads + kv_heads], positions, table)
                     found = qkv[:, : heads + kv_heads]
                     limit = ROUNDOFF[dtype] * 1.01 * wanted.abs() + 4e-6
                     where = f"{dtype}, {heads} and {kv_heads} heads of {size}, {rotated} rotated, {tokens} token(s)"
-                    assert ((found.double() - wanted).abs() <= limit).all(), where
+                    assert ((found.cpu().double() - wanted).abs() <= limit).all(), where
                     assert torch.equal(found[..., rotated:], before[:, : heads + kv_heads, rotated:]), where
                     assert torch.equal(qkv[:, heads + kv_heads :], before[:, heads + kv_heads :]), where
 
@@ -161,11 +173,11 @@ class KernelsSuite(ConformanceSuite):
         for dtype in self.dtypes():
             kernel: LinearKernel = self.kernel("linear", dtype=dtype)
             for n, k in LINEAR_SHAPES:
-                weight, bias = normal(n, k, seed=n, dtype=dtype), normal(n, seed=3, dtype=dtype)
+                weight, bias = self.normal(n, k, seed=n, dtype=dtype), self.normal(n, seed=3, dtype=dtype)
                 packed = kernel.pack(weight.clone())
                 assert (packed.out_features, packed.in_features) == (n, k)
                 for rows in (1, 7, 33):
-                    x = normal(rows, k, seed=rows, dtype=dtype)
+                    x = self.normal(rows, k, seed=rows, dtype=dtype)
                     for given in (None, bias):
                         out = unchanged(kernel.apply, x, packed, given)
                         check_product(out, x, weight, given, dtype)
@@ -175,7 +187,7 @@ class KernelsSuite(ConformanceSuite):
         kernel: LinearKernel = self.kernel("linear")
         for dtype in self.dtypes():
             for n, k in LINEAR_SHAPES:
-                weight = normal(n, k, seed=n, dtype=dtype)
+                weight = self.normal(n, k, seed=n, dtype=dtype)
                 assert torch.equal(kernel.pack(weight.clone()).unpack(), weight), f"{dtype} [{n}, {k}]"
                 turned = weight.t().contiguous().t()
                 assert torch.equal(kernel.pack(turned).unpack(), weight), f"{dtype} [{n}, {k}], transposed in memory"
@@ -185,7 +197,7 @@ class KernelsSuite(ConformanceSuite):
         self._need_linear()
         for dtype in self.dtypes():
             kernel: LinearKernel = self.kernel("linear", dtype=dtype)
-            x, weight = normal(3, 4096, dtype=dtype), normal(8, 4096, seed=1, dtype=dtype)
+            x, weight = self.normal(3, 4096, dtype=dtype), self.normal(8, 4096, seed=1, dtype=dtype)
             out = kernel.apply(x, kernel.pack(weight.clone()), None, torch.float32)
             check_product(out, x, weight, None, torch.float32)
 
@@ -196,8 +208,8 @@ class KernelsSuite(ConformanceSuite):
         for dtype in served:
             kernel: LinearKernel = self.kernel("linear", dtype=dtype)
             for weight_dtype in served:
-                x, weight = normal(5, 96, dtype=dtype), normal(24, 96, seed=1, dtype=weight_dtype)
-                bias = normal(24, seed=2, dtype=weight_dtype)
+                x, weight = self.normal(5, 96, dtype=dtype), self.normal(24, 96, seed=1, dtype=weight_dtype)
+                bias = self.normal(24, seed=2, dtype=weight_dtype)
                 packed = kernel.pack(weight.clone())
                 for asked in (None, *served):
                     out = kernel.apply(x, packed, bias, asked)
@@ -207,13 +219,100 @@ class KernelsSuite(ConformanceSuite):
     def _need_linear(self) -> None:
         self.kernel("linear")
 
+    # The cache, and where tokens stand
+
+    def test_rope_write_kv_rotates_and_writes(self) -> None:
+        """rope_write_kv rotates q in place as rope does, and puts rotated k, and v, at their slots of a cache in either
+        layout; slot -1 writes nothing, and nothing beside the slots changes."""
+        self.kernel("rope_write_kv")
+        for dtype in self.dtypes():
+            kernel = self.kernel("rope_write_kv", dtype=dtype)
+            for shape in step.CACHE_SHAPES:
+                for tokens, heads_first in ((1, False), (5, True)):
+                    case = step.cache_case(shape, tokens, self.torch_device, dtype, heads_first=heads_first)
+                    where = f"{dtype}, {shape}, {tokens} token(s), {'heads' if heads_first else 'tokens'} first"
+                    step.check_cache_write(kernel, case, ROUNDOFF[dtype], True, where)
+
+    def test_rope_write_kv_without_angles_only_writes(self) -> None:
+        """cos_sin None: q stays as it is, and k and v go to the cache bit for bit."""
+        self.kernel("rope_write_kv")
+        for dtype in self.dtypes():
+            kernel = self.kernel("rope_write_kv", dtype=dtype)
+            for shape in step.CACHE_SHAPES:
+                case = step.cache_case(shape, 4, self.torch_device, dtype)
+                step.check_cache_write(kernel, case, ROUNDOFF[dtype], False, f"{dtype}, {shape}")
+
+    def test_rope_write_kv_casts_to_the_dtype_of_the_cache(self) -> None:
+        """A cache of another dtype, float8 too, receives k and v cast, or is refused with an error. What it can hold
+        exactly it then holds exactly."""
+        dtype = self.dtypes()[0]
+        kernel = self.kernel("rope_write_kv", dtype=dtype)
+        for cache_dtype in (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+            case = step.cache_case((4, 2, 16, 16, 16), 4, self.torch_device, dtype, cache_dtype)
+            if cache_dtype == torch.float8_e5m2:  # three significant bits
+                case.projection.copy_(case.projection.sign())
+            try:
+                step.check_cache_write(kernel, case, ROUNDOFF[dtype], False, f"a cache of {cache_dtype}")
+            except (ValueError, TypeError) as error:
+                assert str(error), "refused without a word"
+
+    def test_step_inputs_equal_their_definition(self) -> None:
+        """step_inputs says where each token of a step stands, what it is and where it is cached, copies block tables,
+        and advances num_computed; padding is id 0, position 0, slot -1. Two steps in a row, any mixture of rows."""
+        kernel = self.kernel("step_inputs")
+        for name, case in step.STEP_CASES.items():
+            step.check_step_inputs(kernel, case, self.torch_device, name)
+
+    # Drawing
+
+    def test_argmax_gives_the_lowest_id(self) -> None:
+        """argmax gives the largest logit and, of equal ones, the lowest id; infinite ones too."""
+        sampling.check_argmax(self.kernel("argmax"), self.torch_device)
+
+    def test_argmax_shows_a_nan(self) -> None:
+        """A NaN anywhere in a row makes its value NaN, with a valid id, and leaves other rows alone."""
+        sampling.check_argmax_of_nan(self.kernel("argmax"), self.torch_device)
+
+    def test_penalize_equals_its_definition(self) -> None:
+        """penalize divides positive logits and multiplies others, then subtracts, in the rows of `local` alone; a logit
+        without a penalty stays what it was, bit for bit."""
+        sampling.check_penalize(self.kernel("penalize"), self.torch_device)
+
+    @pytest.mark.parametrize("filters", ["none", "min_p", "top_k", "top_p", "all"])
+    def test_draw_inverts_the_distribution(self, filters: str) -> None:
+        """draw gives the token that the noise picks in vocabulary order out of what temperature, min_p, top_k and top_p
+        leave, and never one that they took away."""
+        sampling.check_draw(self.kernel("draw"), self.torch_device, filters)
+
+    def test_draw_orders_equal_tokens_by_id(self) -> None:
+        """Of tokens with equal logits the filters keep the lowest ids, never one more than they may."""
+        sampling.check_draw_ties(self.kernel("draw"), self.torch_device)
+
+    def test_draw_from_a_flat_row(self) -> None:
+        """What top_p and top_k keep is exact also when it is thousands of tokens."""
+        sampling.check_flat_nucleus(self.kernel("draw"), self.torch_device)
+
+    def test_draw_survives_faulty_rows(self) -> None:
+        """A row with NaN or an infinite best logit gives a valid id; rows beside it draw what they draw without it."""
+        sampling.check_faulty_rows(self.kernel("draw"), self.torch_device)
+
+    @pytest.mark.parametrize("count", [0, 1, 5, 20])
+    def test_gather_logprobs_equals_its_definition(self, count: int) -> None:
+        """gather_logprobs gives the chosen token, then the best ones, equal ones by id, with log-probabilities of at
+        least -9999 and ranks that count strictly greater logits; no more than the vocabulary has."""
+        sampling.check_gather(self.kernel("gather_logprobs"), self.torch_device, count)
+
+    def test_gather_logprobs_of_nan(self) -> None:
+        """A row with NaN has log-probabilities of -9999, and leaves other rows alone."""
+        sampling.check_gather_of_nan(self.kernel("gather_logprobs"), self.torch_device)
+
     # All of them
 
     def test_rows_do_not_leak(self) -> None:
         """A row that holds NaN makes no other row NaN."""
         kernel = self.kernel("rms_norm", "linear", *GATED_OPS)
         dtype = self.dtypes()[0]
-        x = normal(5, 64, dtype=dtype)
+        x = self.normal(5, 64, dtype=dtype)
         x[2, 10] = math.nan
         out = self._call(kernel, x)
         assert out[[0, 1, 3, 4]].isfinite().all() and out[2].isnan().any()
@@ -222,10 +321,10 @@ class KernelsSuite(ConformanceSuite):
         """A result stays what it is when the kernel is called again, and when its inputs are reused."""
         kernel = self.kernel("rms_norm", "linear", *GATED_OPS)
         dtype = self.dtypes()[0]
-        x = normal(5, 64, dtype=dtype)
+        x = self.normal(5, 64, dtype=dtype)
         first = self._call(kernel, x)
         kept = first.clone()
-        self._call(kernel, normal(5, 64, seed=9, dtype=dtype))
+        self._call(kernel, self.normal(5, 64, seed=9, dtype=dtype))
         x.fill_(7.0)
         assert torch.equal(first, kept)
 
@@ -233,7 +332,7 @@ class KernelsSuite(ConformanceSuite):
         """Rows that do not follow each other in memory are computed rightly, or refused with an error."""
         kernel = self.kernel("rms_norm", "linear", *GATED_OPS)
         dtype = self.dtypes()[0]
-        wide = normal(5, 100, dtype=dtype)
+        wide = self.normal(5, 100, dtype=dtype)
         strided = wide[:, 10:74]
         try:
             found = self._call(kernel, strided)
@@ -242,39 +341,36 @@ class KernelsSuite(ConformanceSuite):
             return
         torch.testing.assert_close(found, self._call(kernel, strided.contiguous()), rtol=1e-5, atol=1e-6)
 
+    def test_a_row_does_not_depend_on_its_batch(self) -> None:
+        """A row's result has the same bits whatever stands in the other rows; but for products, also whatever their
+        number."""
+        op = self.op_name()
+        self.kernel(*pool.OPS)
+        for dtype in self.dtypes():
+            kernel = self.kernel(op, dtype=dtype)
+            whole = pool.call(op, kernel, list(range(pool.POOL)), self.torch_device, dtype)
+            batches = ([0, 5, 2, 5, 4, 1],) if op == "linear" else ([3], [4, 0, 1, 5, 2, 3, 0])
+            for batch in batches:
+                for result, again in zip(whole, pool.call(op, kernel, batch, self.torch_device, dtype), strict=True):
+                    for at, row in enumerate(batch):
+                        if op != "linear" or at == row:
+                            assert _same_bits(again[at], result[row]), f"{dtype}: row {row} of {batch} differs"
+
     def _call(self, kernel: Any, x: Tensor) -> Tensor:
         """Any op that takes one matrix, on x [T, 64]."""
         if self.op_name() == "linear":
             linear: LinearKernel = kernel
-            return linear.apply(x, linear.pack(normal(24, 64, seed=1, dtype=x.dtype)), None)
-        out: Tensor = kernel(x, normal(64, seed=1, dtype=x.dtype), EPS) if self.op_name() == "rms_norm" else kernel(x)
+            return linear.apply(x, linear.pack(self.normal(24, 64, seed=1, dtype=x.dtype)), None)
+        out: Tensor = (
+            kernel(x, self.normal(64, seed=1, dtype=x.dtype), EPS) if self.op_name() == "rms_norm" else kernel(x)
+        )
         return out
 
 
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal numbers, the same each time."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def normed(x: Tensor, weight: Tensor) -> Tensor:
-    """rms_norm in float64."""
-    wide = x.double()
-    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * weight.double()
-
-
-def angles(positions: int, rotated: int) -> Tensor:
-    """cos_sin as the rope op gets it."""
-    frequencies = 10000.0 ** (-torch.arange(0, rotated, 2).double() / rotated)
-    phase = torch.arange(positions).double()[:, None] * frequencies
-    return torch.cat((phase.cos(), phase.sin()), dim=1).float()
-
-
-def rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-    """The rotation of x [T, heads, D] in float64."""
-    half = cos_sin.shape[1] // 2
-    cosine, sine = cos_sin[positions].double()[:, None].chunk(2, -1)
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat((a * cosine - b * sine, b * cosine + a * sine, rest), -1)
+    """rms_norm in float64, on the CPU."""
+    wide = x.cpu().double()
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * weight.cpu().double()
 
 
 def unchanged(function: Callable[..., Any], *inputs: Any) -> Tensor:
@@ -302,16 +398,20 @@ def check(
     bound = (ARITHMETIC + ROUNDOFF[dtype] * roundings * 1.02) * exact.abs() + slack + 1e-30
     if dtype == torch.float16:
         bound = bound + 2.0**-24 * roundings  # below 2^-14 its numbers are evenly spaced
-    worst = ((found.double() - exact).abs() / bound).nan_to_num(math.inf).max()
+    worst = ((found.cpu().double() - exact).abs() / bound).nan_to_num(math.inf).max()
     assert worst <= 1, f"{dtype} {list(shape)}: {float(worst):.1f} times the error that rounding explains"
 
 
 def check_product(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
     """Relative to the sum of the magnitudes, not to a result that cancels. dtype: the coarsest rounding allowed."""
-    terms = [x, weight] + ([] if bias is None else [bias])
-    exact = F.linear(*(term.double() for term in terms))
-    size = F.linear(*(term.double().abs() for term in terms))
+    terms = [term.cpu().double() for term in (x, weight, bias) if term is not None]
+    exact = F.linear(*terms)
+    size = F.linear(*(term.abs() for term in terms))
     bound = size * 1e-6 * max(1.0, math.sqrt(x.shape[1]) / 4) + exact.abs() * ROUNDOFF[dtype] * 2.04 + 1e-30
-    worst = ((found.double() - exact).abs() / bound).nan_to_num(math.inf).max()
+    worst = ((found.cpu().double() - exact).abs() / bound).nan_to_num(math.inf).max()
     where = f"{list(x.shape)} times {list(weight.shape)} transposed, {dtype}"
     assert worst <= 1, f"{where}: {float(worst):.1f} times the error that rounding explains"
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

@@ -224,7 +224,9 @@ class ModelSuite(ConformanceSuite):
         asked: list[AttentionLayer] = []
 
         class Recorder:
-            def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            def attend(
+                self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, *rotation: Tensor | None
+            ) -> Tensor:
                 asked.append(layer)
                 assert query.shape == (6, layer.num_heads, layer.head_dim_k)
                 assert key.shape == (6, layer.num_kv_heads, layer.head_dim_k)

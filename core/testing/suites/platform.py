@@ -58,6 +58,13 @@ class PlatformSuite(ConformanceSuite):
         assert found.count >= 1, f"count is {found.count}"
         assert platform.probe() == found
 
+    def test_facts_are_what_probe_says(self, provider: PlatformProvider) -> None:
+        """`facts`, where the provider has it, says of the device what `probe` will say."""
+        if provider.facts is None:
+            pytest.skip("it has no facts of its own: the host's processors are shown")
+        platform: Platform = self.build()
+        assert provider.facts(self.validated_options()) == platform.probe()
+
     def test_probe_opens_no_device(self) -> None:
         """Neither `probe` nor `unavailable` opens the accelerator: a context costs memory, and a fork would break it."""
         if _accelerator_is_open():

@@ -238,6 +238,7 @@ def _machine(suite: PolicySuite, *, with_swaps: bool) -> type[RuleBasedStateMach
         def __init__(self) -> None:
             super().__init__()
             self.driver = suite.driver()
+            self.held: list[ReadOnlyView] = []
 
         @rule(fields=REQUESTS)
         def arrives(self, fields: dict[str, Any]) -> None:
@@ -260,6 +261,18 @@ def _machine(suite: PolicySuite, *, with_swaps: bool) -> type[RuleBasedStateMach
         def waiting_one_is_aborted(self, data: st.DataObject) -> None:
             self.driver.remove(self.driver.waiting[data.draw(st.sampled_from(sorted(self.driver.waiting)))])
 
+        @rule()
+        def next_is_held_back(self) -> None:
+            view = self.driver.hold()
+            if view is not None:
+                self.held.append(view)
+
+        @precondition(lambda self: self.held)
+        @rule(ends=st.booleans())
+        def held_one_comes_back(self, ends: bool) -> None:
+            view = self.held.pop(0)
+            (self.driver.end_held if ends else self.driver.push)(view)
+
         @precondition(lambda self: self.driver.running)
         @rule(data=st.data(), what=st.sampled_from(["progress", "preempt", "finish"]))
         def running_one(self, data: st.DataObject, what: str) -> None:
@@ -276,6 +289,8 @@ def _machine(suite: PolicySuite, *, with_swaps: bool) -> type[RuleBasedStateMach
                 return
             for view in list(self.driver.running.values()):
                 self.driver.finish(view)
+            for view in self.held:
+                self.driver.push(view)
             self.driver.drain()
             if self.driver.waiting:
                 raise PolicyFault(f"{len(self.driver.waiting)} requests are never served")

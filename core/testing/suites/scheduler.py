@@ -52,10 +52,14 @@ class RecordingVictim(MyVictim):
 
 
 class SchedulerSuite(ConformanceSuite):
-    """max_steps_to_end: how many turns of the engine a small request may take while others keep arriving."""
+    """max_steps_to_end: how many turns of the engine a small request may take while others keep arriving.
+
+    holds_prefixes: False for a scheduler that means to let requests compute what others are computing.
+    """
 
     kind = "scheduler"
     max_steps_to_end: ClassVar[int] = 300
+    holds_prefixes: ClassVar[bool] = True
 
     def context_fields(self) -> dict[str, Any]:
         policy = ByArrival()
@@ -179,6 +183,18 @@ class SchedulerSuite(ConformanceSuite):
                 return
         pytest.fail(f"a long request has not ended after {self.max_steps_to_end} turns: shorter ones pass it")
 
+    def test_computes_shared_prefixes_once(self) -> None:
+        """Of requests that arrive together behind one prefix the first computes it; the others are held until then."""
+        if not self.holds_prefixes:
+            pytest.skip("this scheduler does not hold requests back")
+        harness = self.harness(num_blocks=64, max_num_seqs=6)
+        for number in range(5):
+            harness.add(fake_request(number, [*range(100, 124), number], max_tokens=1))
+        harness.drain()
+        assert harness.executor.num_tokens_computed == 24 + 5, "a prefix of 24 tokens and 5 tokens of their own"
+        for number in range(5):
+            assert harness.ended[number].token_ids == harness.expected_tokens(number)
+
     def test_serves_through_the_mechanism(self) -> None:
         """Whatever arrives, is aborted, fails or is swapped, with 1 to 3 steps in flight, with prompts split or whole:
         no block leaks or is shared by accident, budgets are kept, and every request ends with exactly its own tokens.
@@ -187,6 +203,7 @@ class SchedulerSuite(ConformanceSuite):
             "schedulers": (self.make,),
             "policies": (ByArrival, LongestFirst, lambda: MyPolicy(MyPolicyOptions())),
             "victims": (MyVictim,),
+            "holds_prefixes": self.holds_prefixes,
         }
         machine = type("SchedulerUnderTheMechanism", (SchedulingMachine,), pieces)
         self.run_machine(machine, max_examples=30, steps=25)

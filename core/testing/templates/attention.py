@@ -25,7 +25,9 @@ _DIMENSIONS = ("block", "token", "head", "dim")  # of the cache, in memory order
 
 class MyAttention(AttentionBackend):
     layout = KVLayout("my_attention", _DIMENSIONS, _DIMENSIONS, block_sizes=())  # any
-    capabilities = Capabilities(dtypes=("float32", "bfloat16"), window=True, soft_cap=True, non_causal=True)
+    capabilities = Capabilities(
+        dtypes=("float32", "bfloat16"), window=True, soft_cap=True, sinks=True, alibi=True, non_causal=True
+    )
 
     _step: BatchGeometry
 

@@ -88,7 +88,7 @@ class MyModel(Model):
         rows = {"q_proj": self._heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
         qkv = self.linear(f"{prefix}.qkv_proj", self._hidden, rows)
         output = self.linear(f"{prefix}.o_proj", self._heads * dim, {"o_proj": self._hidden})
-        return SelfAttention(layer, qkv, output, self._context.ops.rope, self._cos_sin)
+        return SelfAttention(layer, qkv, output, self._cos_sin)
 
     def mlp(self, prefix: str) -> GatedMLP:
         from hotswap.core.layers.activation import gated_activation

@@ -48,7 +48,7 @@ class MyPlatform(Platform):
         page = os.sysconf("SC_PAGE_SIZE")
         return MemorySnapshot(page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES"))
 
-    def kv_cache_bytes(self, gpu_memory_utilization: float) -> int:
+    def kv_cache_bytes(self, gpu_memory_utilization: float, step_bytes: int = 0) -> int:
         return int(self.memory().available_bytes * self._options.kv_cache_share)
 
     def synchronize(self) -> None:

@@ -40,6 +40,9 @@ class MyScheduler(Scheduler):
             view = self.policy.peek()
             if view is None:
                 return
+            if plan.can_hold(view):  # somebody is computing its next blocks: it need not do so again
+                plan.hold(self.policy.pop())
+                continue
             num_tokens = self._tokens_for(plan, view, plan.num_tokens_to_admit(view))
             if num_tokens <= 0 or not plan.can_admit(view, num_tokens):
                 return

@@ -23,6 +23,10 @@ def _unavailable(context: AttentionContext) -> list[str]:
             reasons.append(f"it serves full and window caches, not {spec.kind}")
         if spec.head_dim_k != spec.head_dim_v:
             reasons.append(f"keys ({spec.head_dim_k}) and values ({spec.head_dim_v}) must have one head size")
+    if any(layer.sinks is not None for layer in context.layers):
+        reasons.append("it has no attention sinks")
+    if any(layer.alibi_slopes is not None for layer in context.layers):
+        reasons.append("it has no ALiBi")
     return reasons
 
 

@@ -22,7 +22,14 @@ class TorchReferenceAttention(AttentionBackend):
 
     layout = KVLayout("token_major", _DIMENSIONS, _DIMENSIONS, tuple(range(1, 257)))
     capabilities = Capabilities(
-        dtypes=("float32", "bfloat16", "float16"), window=True, soft_cap=True, non_causal=True, graph_capture="none"
+        dtypes=("float32", "bfloat16", "float16"),
+        window=True,
+        soft_cap=True,
+        sinks=True,
+        alibi=True,
+        non_causal=True,
+        fp8_cache=True,
+        graph_capture="none",
     )
 
     _geometry: BatchGeometry

@@ -58,7 +58,7 @@ class CpuPlatform(Platform):
         memory = host_memory()
         return MemorySnapshot(memory.total, memory.available)
 
-    def kv_cache_bytes(self, gpu_memory_utilization: float) -> int:
+    def kv_cache_bytes(self, gpu_memory_utilization: float, step_bytes: int = 0) -> int:
         """The smaller of 4 GiB and 40 % of what is available; a CPU shares its memory, so the utilization is not
         asked."""
         return min(MAX_KV_CACHE_BYTES, int(host_memory().available * KV_CACHE_SHARE))

@@ -147,7 +147,6 @@ class DenseDecoder(Model):
             layer,
             self._linear(f"{prefix}.qkv_proj", config.hidden_size, parts, config.qkv_bias),
             self._linear(f"{prefix}.o_proj", queries, {"o_proj": config.hidden_size}, config.output_bias),
-            self._context.ops.rope,
             None if rope is None else self._ropes.get(rope),
             q_norm,
             k_norm,

@@ -59,6 +59,7 @@ class TransformersModel(Model):
             given[name] = tensor
         model, report = self._instantiate(given)
         _own_storage(model, given)
+        given.clear()  # what the loader put on the device must not stay there beside the model's own
         model = model.to(self._context.torch_device).eval().requires_grad_(False)
         pin_rope(model, self._max_len)
         modules = dict(model.named_modules())
@@ -166,8 +167,8 @@ class TransformersModel(Model):
 
 
 def _own_storage(model: Any, given: dict[str, Tensor]) -> None:
-    """Copies parameters that still lie in the loader's memory, which may be a mapped file."""
-    borrowed = {tensor.untyped_storage().data_ptr() for tensor in given.values()}
+    """Copies parameters that still lie in the loader's host memory, which may be a mapped file."""
+    borrowed = {tensor.untyped_storage().data_ptr() for tensor in given.values() if tensor.device.type == "cpu"}
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.untyped_storage().data_ptr() in borrowed:
             tensor.data = tensor.data.clone()

@@ -1,0 +1,162 @@
+#!/usr/bin/env python3
+"""Where a steady decode step goes: time by kernel, launches, and how long the device is idle.
+
+    PYTHONPATH=src python benchmarks/gpu/profile_steps.py --shape llama8b --batches 1,64,256 [--context 512] [--out FILE]
+
+Runs the offline engine with dummy weights (as compare.py does) and profiles `--steps` decode steps in the middle of a
+generation. Idle is the share of the profiled interval in which no kernel and no copy ran on the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import workloads as W  # noqa: E402
+
+from hotswap import LLM, SamplingParams  # noqa: E402
+
+WARM_UP_STEPS = 24
+
+
+def device_events(path: Path) -> list[dict[str, Any]]:
+    """Kernels and copies of a trace file, in order of their start (microseconds)."""
+    events = json.loads(path.read_text())["traceEvents"]
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    return sorted((e for e in events if e.get("cat") in kinds), key=lambda e: e["ts"])
+
+
+def idle_share(events: list[dict[str, Any]]) -> float:
+    """Of the time from the first event's start to the last one's end."""
+    end = start = events[0]["ts"]
+    idle = 0.0
+    for event in events:
+        idle += max(0.0, event["ts"] - end)
+        end = max(end, event["ts"] + event["dur"])
+    return float(idle / (end - start))
+
+
+def profile(llm: Any, prompts: list[list[int]], steps: int, folder: Path) -> list[dict[str, Any]]:
+    """Device events of `steps` decode steps."""
+    params = SamplingParams(temperature=0.0, max_tokens=WARM_UP_STEPS + steps + 24, ignore_eos=True, detokenize=False)
+    step = llm._engine.core.step
+    count = 0
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+    def counted() -> Any:
+        nonlocal count
+        count += 1
+        if count == WARM_UP_STEPS:
+            torch.cuda.synchronize()
+            profiler.start()
+        if count == WARM_UP_STEPS + steps:
+            torch.cuda.synchronize()
+            profiler.stop()
+        return step()
+
+    llm._engine.core.step = counted
+    try:
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    finally:
+        llm._engine.core.step = step
+    path = folder / "trace.json"
+    profiler.export_chrome_trace(str(path))
+    return device_events(path)
+
+
+def profile_prefill(llm: Any, num_tokens: int, vocab: int, folder: Path) -> list[dict[str, Any]]:
+    """Device events of one request's prefill, the prefix cache empty."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    for seed in (1, 2):
+        llm.generate([{"prompt_token_ids": W.random_prompts(1, num_tokens, vocab, seed)[0]}], params, use_tqdm=False)
+    prompt = W.random_prompts(1, num_tokens, vocab, 3)[0]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        torch.cuda.synchronize()
+    path = folder / "trace.json"
+    profiler.export_chrome_trace(str(path))
+    return device_events(path)
+
+
+def profile_host(llm: Any, prompts: list[list[int]], steps: int) -> None:
+    """What the host does during steady decode, by function: cProfile's own overhead is in it."""
+    params = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True, detokenize=False)
+    profiler = cProfile.Profile()
+    profiler.enable()
+    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    profiler.disable()
+    print(f"\nhost, batch {len(prompts)}, {steps} steps")
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(24)
+
+
+def report(batch: int, events: list[dict[str, Any]], steps: int, top: int) -> dict[str, Any]:
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        by_name[event["name"][:90]].append(event["dur"])
+    wall = (events[-1]["ts"] + events[-1]["dur"] - events[0]["ts"]) / 1e3 / steps
+    idle = idle_share(events)
+    print(f"\nbatch {batch}: {wall:.3f} ms a step, {len(events) / steps:.0f} launches, device idle {100 * idle:.2f} %")
+    rows = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:top]
+    for name, times in rows:
+        print(f"  {sum(times) / 1e3 / steps:8.3f} ms {len(times) / steps:7.1f} x {sum(times) / len(times):8.2f} us  {name}")
+    return {
+        "batch": batch,
+        "step_ms": round(wall, 4),
+        "idle": round(idle, 4),
+        "kernels": {name: [round(sum(t) / 1e3 / steps, 4), round(len(t) / steps, 2)] for name, t in rows},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama8b", choices=sorted(W.SHAPES))
+    parser.add_argument("--batches", default="1,64,256")
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--prefill", type=int, help="profile the prefill of so many tokens too")
+    parser.add_argument("--host", action="store_true", help="profile the host with cProfile too")
+    parser.add_argument("--top", type=int, default=16)
+    parser.add_argument("--args", default="{}", help="more LLM arguments, JSON")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(W.SHAPES[args.shape]))
+        options: dict[str, Any] = {
+            "model": name,
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "dtype": "bfloat16",
+            "max_model_len": 4096,
+            "max_num_seqs": 256,
+            **json.loads(args.args),
+        }
+        llm = LLM(**options)
+        vocab = W.SHAPES[args.shape]["vocab_size"]
+        for batch in map(int, args.batches.split(",")):
+            prompts = W.random_prompts(batch, args.context, vocab, 300 + batch)
+            row = report(batch, profile(llm, prompts, args.steps, folder), args.steps, args.top)
+            if args.out is not None:
+                with args.out.open("a") as file:
+                    file.write(json.dumps({"what": "profile", "shape": args.shape, **row}) + "\n")
+            if args.host:
+                profile_host(llm, prompts, 4 * args.steps)
+        if args.prefill:
+            print(f"\nprefill of {args.prefill} tokens:", end="")
+            report(1, profile_prefill(llm, args.prefill, vocab, folder), 1, args.top)
+        llm.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Steps replayed from device graphs: a ladder of sizes, captured at start over shared, persistent buffers.
+
+Two families. `decode`: every row is one token; the graph goes from the step's inputs to the best token of each row, which
+it writes where the next step reads it. `forward`: any rows, up to a number of tokens; the graph ends with the hidden states.
+A step takes the smallest graph that holds it; what is left over is padding: rows of the scratch slot without tokens, and
+tokens that no row owns.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..contracts.model import Model
+from ..contracts.platform import DeviceGraph, Platform
+from ..layers.ops import OpTable
+from .input_batch import InputBatch, StepRows
+from .step_buffers import StepBuffers
+from .step_context import StepContext
+from .transfer import Transfers
+
+Progress = Callable[[int, int], None]  # graphs captured, graphs in all
+
+_SMALL = (1, 2, 4, 8)
+_DECODE_STEP = 8
+_FORWARD_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+
+
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """Rows of the decode graphs: 1, 2, 4, 8, then every 8 up to `max_num_seqs`, which is always one."""
+    sizes = {size for size in _SMALL if size <= max_num_seqs}
+    sizes.update(range(_DECODE_STEP, max_num_seqs + 1, _DECODE_STEP))
+    return sorted(sizes | {max_num_seqs})
+
+
+def forward_sizes(max_tokens: int) -> list[int]:
+    """Tokens of the forward graphs, `max_tokens` the largest."""
+    return sorted({size for size in _FORWARD_SIZES if size < max_tokens} | {max_tokens})
+
+
+@dataclass(slots=True, eq=False)
+class DecodeResult:
+    """What a decode graph left behind, first rows valid; overwritten by the next replay of any graph."""
+
+    logits: Tensor  # float32 [R, V]
+    token_ids: Tensor  # int64 [R]
+    best: Tensor  # float32 [R], the largest logit
+
+
+@dataclass(slots=True, eq=False)
+class GraphStep:
+    """A step that was replayed. decoded: None after a forward graph. hidden: [T, H]."""
+
+    buffers: StepBuffers
+    decoded: DecodeResult | None
+    hidden: Tensor
+
+
+@dataclass(slots=True, eq=False)
+class _Captured:
+    """steps: those that Python ran; the last was the recording, and its tensors are where replays leave their results."""
+
+    graph: DeviceGraph
+    steps: list[GraphStep]
+
+    @property
+    def step(self) -> GraphStep:
+        return self.steps[-1]
+
+
+class GraphRunner:
+    """Owns the persistent buffers and the graphs over them. max_tokens: of a `forward` step, 0: none of those."""
+
+    def __init__(
+        self,
+        model: Model,
+        context: StepContext,
+        batch: InputBatch,
+        ops: OpTable,
+        platform: Platform,
+        transfers: Transfers,
+        *,
+        max_model_len: int,
+        max_tokens: int,
+    ) -> None:
+        self._model = model
+        self._context = context
+        self._batch = batch
+        self._ops = ops
+        self._platform = platform
+        self._transfers = transfers
+        self._max_model_len = max_model_len
+        self._decode_sizes = decode_sizes(batch.max_num_seqs)
+        self._forward_sizes = forward_sizes(max_tokens) if max_tokens else []
+        self._max_rows = batch.max_num_seqs
+        tokens = max(self._max_rows, max_tokens)
+        widths = [batch.max_blocks for _ in batch.tables]
+        self._buffers = StepBuffers.allocate(self._max_rows, tokens, widths, batch.device)
+        self._rows = torch.zeros(2 * self._max_rows + 1, dtype=torch.int32, device=batch.device)
+        self._last_rows: tuple[int, list[int]] = (0, [])
+        self._decode: dict[int, _Captured] = {}
+        self._forward: dict[int, _Captured] = {}
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._decode_sizes) + len(self._forward_sizes)
+
+    # Capture
+
+    def capture(self, progress: Progress | None = None) -> None:
+        """Captures every size, the largest first, so that the smaller ones find their memory in the pool that it made."""
+        done = 0
+        for sizes, capture in (
+            (self._forward_sizes, self._capture_forward),
+            (self._decode_sizes, self._capture_decode),
+        ):
+            for size in reversed(sizes):
+                capture(size)
+                done += 1
+                if progress is not None:
+                    progress(done, self.num_graphs)
+
+    def _persistent(self, num_rows: int, num_tokens: int) -> StepBuffers:
+        buffers = self._buffers.part(num_rows, num_tokens)
+        buffers.slots = self._rows[:num_rows]
+        buffers.starts = self._rows[num_rows : 2 * num_rows + 1]
+        self._upload(num_rows, [self._batch.max_num_seqs] * num_rows + [0] * (num_rows + 1))
+        return buffers
+
+    def _prepare(self, buffers: StepBuffers, max_query_len: int) -> None:
+        self._context.prepare(buffers.geometries(self._batch.block_size, max_query_len, self._max_model_len))
+
+    def _capture_decode(self, size: int) -> None:
+        buffers = self._persistent(size, size)
+        found: list[GraphStep] = []
+
+        def run() -> None:
+            self._batch.fill(buffers)
+            hidden = self._run_model(buffers)
+            logits = self._model.logits(hidden)
+            best, token_ids = self._ops.argmax(logits)
+            self._batch.write(buffers.slots.to(torch.int64), buffers.seq_lens.to(torch.int64), token_ids)
+            found.append(GraphStep(buffers, DecodeResult(logits, token_ids, best), hidden))
+
+        self._decode[size] = self._captured(run, buffers, 1, found)
+
+    def _capture_forward(self, size: int) -> None:
+        buffers = self._persistent(min(size, self._max_rows), size)
+        found: list[GraphStep] = []
+
+        def run() -> None:
+            self._batch.fill(buffers)
+            found.append(GraphStep(buffers, None, self._run_model(buffers)))
+
+        self._forward[size] = self._captured(run, buffers, size, found)
+
+    def _captured(
+        self, run: Callable[[], None], buffers: StepBuffers, max_query_len: int, found: list[GraphStep]
+    ) -> _Captured:
+        self._prepare(buffers, max_query_len)
+        run()  # compiles kernels and lets libraries make their workspaces: neither may happen during a capture
+        graph = self._platform.capture(run)
+        return _Captured(graph, found)
+
+    def _run_model(self, buffers: StepBuffers) -> Tensor:
+        return self._model.forward(self._model.embed(buffers.input_ids), buffers.positions, self._context)
+
+    # Replay
+
+    def run(self, rows: StepRows, *, decode: bool) -> GraphStep | None:
+        """Queues a step; None when no graph holds it. decode: each row is one token and draws the next; False: the hidden
+        states are wanted."""
+        sizes, captured = (self._decode_sizes, self._decode) if decode else (self._forward_sizes, self._forward)
+        at = bisect_left(sizes, rows.num_tokens)
+        if at == len(sizes):
+            return None
+        found = captured[sizes[at]]
+        num_rows = len(found.step.buffers.slots)
+        padding = num_rows - len(rows.requests)
+        slots = [request.slot for request in rows.requests] + [self._batch.max_num_seqs] * padding
+        self._upload(num_rows, slots + rows.starts + [rows.num_tokens] * padding)
+        found.graph.replay()
+        step = found.step
+        return GraphStep(step.buffers, step.decoded, step.hidden[: rows.num_tokens])
+
+    def _upload(self, num_rows: int, packed: Sequence[int]) -> None:
+        """Decode steps repeat slots and starts of the step before: then nothing is copied."""
+        key = (num_rows, list(packed))
+        if key != self._last_rows:
+            self._last_rows = key
+            self._transfers.copy_into(self._rows[: len(packed)], packed)

@@ -1,0 +1,133 @@
+"""What both kernels do with a tile of keys: read it through the block table, score it, fold it into the running sums."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def matrix_product(a, b, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """a [M, K] @ b [K, N] in float32. UPCAST: the operands are widened first, for Triton's interpreter, whose products
+    of bfloat16 are wrong. "ieee": float32 operands are never rounded to tf32."""
+    if UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def attend_to_tiles(  # type: ignore[no-untyped-def]
+    acc,
+    total,
+    peak,
+    query,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    first_tile,
+    last_tile,
+    first_full,
+    last_full,
+    first_key,
+    last_key,
+    lowest,
+    limit,
+    position,
+    slope,
+    scale,
+    cap_scale,
+    BLOCK_N: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    DIM_K: tl.constexpr,
+    DIM_V: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    KEY_TOKEN: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    VALUE_TOKEN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Online softmax of M query rows over tiles first_tile .. last_tile - 1 of BLOCK_N keys each.
+
+    acc [M, BLOCK_DV], total [M], peak [M] (base 2): the state, returned. key_ptr, value_ptr: of the KV head. table_ptr: of
+    the request. Tiles first_full .. last_full - 1 are seen whole by every row: they need no mask. Keys first_key ..
+    last_key - 1 are seen by some row; the others are not read, as they may be NaN. lowest, limit [M]: the keys that a row
+    sees, limit excluded. scale: of the scores, times log2(e); with a soft cap the scale over the cap, and cap_scale the cap
+    times log2(e). position [M], slope [M]: with ALIBI, slope times (key - position) is added, in base 2.
+    Strides: elements from block to block and token to token.
+    """
+    dims_k = tl.arange(0, BLOCK_DK)
+    dims_v = tl.arange(0, BLOCK_DV)
+    columns = tl.arange(0, BLOCK_N)
+    keys = first_tile * BLOCK_N + columns
+    next_block = tl.load(table_ptr + keys // PAGE, mask=(keys >= first_key) & (keys < last_key), other=0)
+    for tile in range(first_tile, last_tile):
+        keys = tile * BLOCK_N + columns
+        read = (keys >= first_key) & (keys < last_key)
+        # Blocks are looked up a tile ahead: the copies of keys and values then wait for nothing.
+        block = next_block.to(tl.int64)
+        later = keys + BLOCK_N
+        next_block = tl.load(table_ptr + later // PAGE, mask=later < last_key, other=0)
+        inside = keys % PAGE
+        key_rows = block * KEY_BLOCK + inside * KEY_TOKEN
+        value_rows = block * VALUE_BLOCK + inside * VALUE_TOKEN
+        if BLOCK_DK == DIM_K:
+            key = tl.load(key_ptr + key_rows[:, None] + dims_k[None, :], mask=read[:, None], other=0.0)
+        else:
+            key = tl.load(
+                key_ptr + key_rows[:, None] + dims_k[None, :],
+                mask=read[:, None] & (dims_k < DIM_K)[None, :],
+                other=0.0,
+            )
+        scores = matrix_product(query, tl.trans(key.to(query.dtype)), UPCAST)
+        if SOFT_CAP:
+            # tanh(x) = 1 - 2 / (exp(2 x) + 1), right at both infinities.
+            scores = cap_scale * (1.0 - 2.0 / (tl.exp2(scores * (scale * 2.0 * LOG2E)) + 1.0))
+        if ALIBI:
+            if not SOFT_CAP:
+                scores = scores * scale
+            scores += slope[:, None] * (keys[None, :] - position[:, None]).to(tl.float32)
+        if (tile < first_full) | (tile >= last_full):
+            seen = keys[None, :] < limit[:, None]
+            if WINDOW:
+                seen = seen & (keys[None, :] >= lowest[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+        top = tl.max(scores, 1)
+        if not (SOFT_CAP or ALIBI):
+            top = top * scale
+        new_peak = tl.maximum(peak, top)
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen nothing yet
+        if SOFT_CAP or ALIBI:
+            weights = tl.exp2(scores - base[:, None])
+        else:
+            weights = tl.exp2(scores * scale - base[:, None])
+        decay = tl.exp2(peak - base)
+        total = total * decay + tl.sum(weights, 1)
+        acc = acc * decay[:, None]
+        if BLOCK_DV == DIM_V:
+            value = tl.load(value_ptr + value_rows[:, None] + dims_v[None, :], mask=read[:, None], other=0.0)
+        else:
+            value = tl.load(
+                value_ptr + value_rows[:, None] + dims_v[None, :],
+                mask=read[:, None] & (dims_v < DIM_V)[None, :],
+                other=0.0,
+            )
+        acc = weighted_sum(weights.to(query.dtype), value.to(query.dtype), acc, UPCAST)
+        peak = new_peak
+    return acc, total, peak
+
+
+@triton.jit
+def weighted_sum(weights, value, acc, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """acc + weights @ value, in float32."""
+    if UPCAST:
+        weights = weights.to(tl.float32)
+        value = value.to(tl.float32)
+    return tl.dot(weights, value, acc, input_precision="ieee")

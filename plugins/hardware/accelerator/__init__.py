@@ -1,0 +1,1 @@
+"""What the platforms `cuda` and `rocm` share. Only `platform` imports torch."""

@@ -1,0 +1,58 @@
+"""Platform `rocm`: one AMD card, through torch's HIP build, whose device is called "cuda" as well. Never run on an AMD card:
+what chooses it is tested, what it does there is not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from hotswap.core.contracts import DeviceInfo
+from hotswap.core.contracts.hooks import hookimpl
+from hotswap.core.contracts.platform import Platform, PlatformContext, PlatformProvider
+
+from .accelerator.cards import facts, refusals
+from .accelerator.kfd import ROOT, amd_host
+from .accelerator.torch_build import reasons_against_rocm, torch_build, torch_folder
+
+
+class RocmOptions(BaseModel):
+    """Options of `--plugin platform=rocm`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    device: int = Field(default=0, ge=0, description="Which card, counted from 0 among those that are visible.")
+
+
+def device_facts(options: BaseModel | None) -> DeviceInfo:
+    """What the kernel says of the chosen card. Raises PluginError when it is not there or cannot be used."""
+    index = options.device if isinstance(options, RocmOptions) else 0
+    return facts(amd_host(ROOT, os.environ), "rocm", index)
+
+
+def _unavailable(context: PlatformContext) -> list[str]:
+    return [*refusals(amd_host(ROOT, os.environ)), *reasons_against_rocm(torch_build(torch_folder()))]
+
+
+def _build(context: PlatformContext) -> Platform:
+    from .accelerator.platform import AcceleratorPlatform
+
+    index = context.options.device if isinstance(context.options, RocmOptions) else 0
+    return AcceleratorPlatform(
+        device_facts(context.options), index, deterministic=context.config.deterministic, logger=context.logger
+    )
+
+
+@hookimpl
+def hotswap_platform() -> Iterator[PlatformProvider]:
+    yield PlatformProvider(
+        name="rocm",
+        build=_build,
+        options=RocmOptions,
+        unavailable=_unavailable,
+        facts=device_facts,
+        priority=20,
+        summary="One AMD card, through torch's ROCm build; never run on one.",
+    )

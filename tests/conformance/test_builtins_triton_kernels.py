@@ -1,0 +1,78 @@
+"""The kernels of `triton` pass the conformance suite under Triton's interpreter, on the CPU.
+
+bfloat16 is left to tests/gpu: the interpreter truncates where the card rounds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from hotswap.core.contracts.provider import DeviceInfo
+from hotswap.core.testing.suites import KernelsSuite
+
+if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip(
+        "needs Triton and its interpreter (TRITON_INTERPRET=1, the default without a GPU)", allow_module_level=True
+    )
+
+INTERPRETER = DeviceInfo(kind="cuda", name="Triton's interpreter", capability=(9, 0))
+
+
+class Interpreted(KernelsSuite):
+    plugin = "hotswap.plugins.kernels.triton"
+    device = INTERPRETER
+
+    def dtypes(self) -> list[torch.dtype]:
+        return [dtype for dtype in super().dtypes() if dtype != torch.bfloat16]
+
+
+class TestInterpretedLinear(Interpreted):
+    op = "linear"
+
+
+class TestInterpretedRmsNorm(Interpreted):
+    op = "rms_norm"
+
+
+class TestInterpretedAddRmsNorm(Interpreted):
+    op = "add_rms_norm"
+
+
+class TestInterpretedRope(Interpreted):
+    op = "rope"
+
+
+class TestInterpretedRopeWriteKv(Interpreted):
+    op = "rope_write_kv"
+
+
+class TestInterpretedSiluMul(Interpreted):
+    op = "silu_mul"
+
+
+class TestInterpretedGeluTanhMul(Interpreted):
+    op = "gelu_tanh_mul"
+
+
+class TestInterpretedStepInputs(Interpreted):
+    op = "step_inputs"
+
+
+class TestInterpretedArgmax(Interpreted):
+    op = "argmax"
+
+
+class TestInterpretedPenalize(Interpreted):
+    op = "penalize"
+
+
+class TestInterpretedDraw(Interpreted):
+    op = "draw"
+
+
+class TestInterpretedGatherLogprobs(Interpreted):
+    op = "gather_logprobs"

@@ -1,0 +1,1 @@
+"""A stand-in for nvidia-cutlass-dsl, which FlashAttention 4 needs."""
