@@ -64,8 +64,17 @@ PREFILL_SHAPES = [
     Shape(64, 64, 4, 3),
     Shape(64, 128, 4, 2),
 ]
-SPLITS = ((1, 1), (8, 1), (16, 1), (32, 1), (64, 1), (4, 8), (16, 4), (32, 2), (2, 16))
-SWEPT = ("decode 1 x 576", "decode 8 x 576", "decode 256 x 576", "decode 1 x 32000", "decode uneven x 64")
+SPLITS = ((1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (8, 1), (12, 1), (16, 1), (32, 1), (48, 1), (4, 4), (8, 4))
+SPLIT_SHAPES = (Shape(16, 64, 4, 2), Shape(16, 32, 2, 2), Shape(16, 32, 4, 2))
+SWEPT = (
+    "decode 1 x 576",
+    "decode 8 x 576",
+    "decode 32 x 576",
+    "decode 64 x 576",
+    "decode 256 x 576",
+    "decode 1 x 32000",
+    "decode 8 x 8000",
+)
 
 
 @dataclass(frozen=True)
@@ -271,7 +280,8 @@ def variants(workload: Workload, heads: int) -> Iterator[tuple[str, dict[str, An
     for shape in DECODE_SHAPES:
         yield name_of(shape), {"decode": shape}
     for splits in SPLITS:
-        yield f"splits {splits[0]} of {splits[1]}+ tiles", {"splits": splits}
+        for shape in (None, *SPLIT_SHAPES):
+            yield f"splits {splits} {name_of(shape) if shape else ''}", {"splits": splits, "decode": shape}
 
 
 def name_of(shape: Shape) -> str:

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import workloads as W  # noqa: E402
+import workloads as W
 
-from hotswap import LLM, SamplingParams  # noqa: E402
+from hotswap import LLM, SamplingParams
 
 WARM_UP_STEPS = 24
 
@@ -109,7 +109,9 @@ def report(batch: int, events: list[dict[str, Any]], steps: int, top: int) -> di
     print(f"\nbatch {batch}: {wall:.3f} ms a step, {len(events) / steps:.0f} launches, device idle {100 * idle:.2f} %")
     rows = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:top]
     for name, times in rows:
-        print(f"  {sum(times) / 1e3 / steps:8.3f} ms {len(times) / steps:7.1f} x {sum(times) / len(times):8.2f} us  {name}")
+        print(
+            f"  {sum(times) / 1e3 / steps:8.3f} ms {len(times) / steps:7.1f} x {sum(times) / len(times):8.2f} us  {name}"
+        )
     return {
         "batch": batch,
         "step_ms": round(wall, 4),

@@ -1,4 +1,5 @@
-"""Kind `kernels`: one fast implementation of one op. The torch reference of every op lives in core/layers and is both the oracle and the automatic choice where no kernel can run.
+"""Kind `kernels`: one fast implementation of one op. The torch reference of every op lives in core/layers: it is the oracle,
+and the automatic choice where no kernel can run.
 
 Ops and their signatures (T tokens, all tensors on the worker's device; "row-strided" means only the last dimensions are
 contiguous). Kernels are called on the worker's device thread and must not keep their inputs.

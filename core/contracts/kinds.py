@@ -87,6 +87,7 @@ _TABLE = (
         abstract="platform:Platform",
         provider="platform:PlatformProvider",
         context="platform:PlatformContext",
+        current=2,
         third_parties_automatic=True,
     ),
     Kind(

@@ -90,7 +90,8 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
-        for choice in self.choices.values():  # asked for every token: a plain loop is several times a generator's speed
+        # Asked for every token: a plain loop is several times a generator's speed.
+        for choice in self.choices.values():  # noqa: SIM110
             if not choice.finished:
                 return False
         return True

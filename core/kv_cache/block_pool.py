@@ -85,23 +85,26 @@ class BlockPool:
         """
         if count > self.num_free_blocks:
             raise PlanError(f"{count} KV blocks asked for, {self.num_free_blocks} of {self._num_blocks} are free")
-        blocks = []
-        for _ in range(count):
-            block = self._plain_free.pop() if self._plain_free else self._evict_one()
+        num_plain = min(count, len(self._plain_free))
+        blocks = self._plain_free[: -num_plain - 1 : -1]
+        del self._plain_free[len(self._plain_free) - num_plain :]
+        blocks += [self._evict_one() for _ in range(count - num_plain)]
+        for block in blocks:
             self.ref_counts[block] = 1
-            blocks.append(block)
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more reference to each; a cached free block comes back into use. Raises PoolIntegrityError on an uncached
         free one.
         """
+        counts = self.ref_counts
         for block in blocks:
-            if self.ref_counts[block] == 0:
+            count = counts[block]
+            if count == 0:
                 if block not in self._cached_free:
                     raise PoolIntegrityError(f"block {block} is free and holds no prefix: it cannot be shared")
                 del self._cached_free[block]
-            self.ref_counts[block] += 1
+            counts[block] = count + 1
 
     def free(self, blocks: Sequence[int], after: int | None = None) -> None:
         """Drops one reference to each of a table's blocks, given in table order.
@@ -114,16 +117,14 @@ class BlockPool:
         if after is not None and after > self._last_complete_step:
             self._deferred.setdefault(after, []).extend(reversed(blocks))
             return
-        for block in reversed(blocks):
-            self._drop(block)
+        self._drop(reversed(blocks))
 
     def on_step_complete(self, step_id: int) -> None:
         """Drops the references that were held for this step or an earlier one."""
         self._last_complete_step = max(self._last_complete_step, step_id)
         if self._deferred:
             for waited_for in sorted(step for step in self._deferred if step <= step_id):
-                for block in self._deferred.pop(waited_for):
-                    self._drop(block)
+                self._drop(self._deferred.pop(waited_for))
 
     def set_cached(self, block: int, cached: bool) -> None:
         """Says whether the block's content is in the prefix index, and so worth keeping when it is free."""
@@ -176,13 +177,16 @@ class BlockPool:
             self._on_evict(block)
         return block
 
-    def _drop(self, block: int) -> None:
-        count = self.ref_counts[block] - 1
-        if count < 0 or block == NULL_BLOCK:
-            raise PoolIntegrityError(f"block {block} was freed once too often")
-        self.ref_counts[block] = count
-        if count == 0:
-            if self._is_cached[block]:
-                self._cached_free[block] = None
-            else:
-                self._plain_free.append(block)
+    def _drop(self, blocks: Iterable[int]) -> None:
+        """One reference to each, in this order."""
+        counts = self.ref_counts
+        for block in blocks:
+            count = counts[block] - 1
+            if count < 0 or block == NULL_BLOCK:
+                raise PoolIntegrityError(f"block {block} was freed once too often")
+            counts[block] = count
+            if count == 0:
+                if self._is_cached[block]:
+                    self._cached_free[block] = None
+                else:
+                    self._plain_free.append(block)

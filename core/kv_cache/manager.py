@@ -29,6 +29,7 @@ class KVCacheManager:
         self.index = PrefixIndex(block_size, prefix_seed)
         self.pending = PendingBlocks()
         self.pool = BlockPool(num_blocks, block_size, on_evict=self.index.remove)
+        self._unannounced: dict[int, Request] = {}  # requests that have something to announce, see announce_scheduled
         # request id, evictions seen, insertions seen, known tokens, blocks
         self._last_match: tuple[int, int, int, int, list[int]] = (-1, 0, 0, 0, [])
 
@@ -69,21 +70,41 @@ class KVCacheManager:
         """The last block of those that the request lacks next and that are being computed for somebody else; None when it
         would have to compute the next one itself.
         """
+        self.announce_scheduled()
         if not len(self.pending) or not self.can_match(request):
             return None
-        limit = (request.num_known_tokens - 1) // self.block_size
-        return self.pending.last_pending(request.block_hashes, len(self.match(request)), limit)
+        start, limit = len(self.match(request)), (request.num_known_tokens - 1) // self.block_size
+        if start >= limit:
+            return None
+        self.index.extend_keys(request, start + 1)
+        if not self.pending.is_pending(request.block_hashes[start]):
+            return None
+        self.index.extend_keys(request, limit)
+        return self.pending.last_pending(request.block_hashes, start, limit)
 
     def announce(self, request: Request) -> None:
         """Full blocks among the known tokens that are scheduled so far count as being computed."""
         if self.enable_prefix_caching:
-            full = request.num_scheduled_tokens // self.block_size
-            self.index.extend_keys(request, full)
-            self.pending.announce(request, request.block_hashes[request.num_announced_blocks : full])
-            request.num_announced_blocks = full
+            self._unannounced[request.request_id] = request
+
+    def announce_scheduled(self) -> None:
+        """Makes the keys of what was said to `announce`. It is done before anybody is looked at who may wait for them, and
+        can be done sooner: best while the device computes.
+        """
+        if not self._unannounced:
+            return
+        for request in self._unannounced.values():
+            full = min(request.num_scheduled_tokens, request.num_known_tokens) // self.block_size
+            first = max(request.num_announced_blocks, request.num_hashed_blocks)
+            if full > first:
+                self.index.extend_keys(request, full)
+                self.pending.announce(request, request.block_hashes[first:full])
+                request.num_announced_blocks = full
+        self._unannounced.clear()
 
     def withdraw(self, request: Request) -> None:
         """Whatever the request has announced and not delivered will not come."""
+        self._unannounced.pop(request.request_id, None)
         if request.num_announced_blocks > request.num_hashed_blocks:
             keys = request.block_hashes[request.num_hashed_blocks : request.num_announced_blocks]
             self.pending.forget_producer(request, keys)

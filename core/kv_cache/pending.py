@@ -45,6 +45,10 @@ class PendingBlocks:
         for key in keys:
             self._producers.setdefault(key, []).append(request)
 
+    def is_pending(self, key: bytes) -> bool:
+        """Whether the block is being computed."""
+        return key in self._producers
+
     def last_pending(self, keys: Sequence[bytes], start: int, stop: int) -> bytes | None:
         """The last key of the unbroken run of pending ones in keys[start:stop] from its first; None when that is not
         pending.

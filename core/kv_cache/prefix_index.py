@@ -1,9 +1,12 @@
 """Which block holds the KV of which tokens: full blocks by the SHA-256 of everything that their content depends on.
 
-A block's key is SHA-256(parent's key, its token ids); the first block's parent is SHA-256(seed, adapter key, cache
-salt), so that every key of a chain depends on them. The seed is random per process unless given: keys cannot be
-precomputed from outside. The adapter's key says what its weights are (a digest of them, say), never a number or a name
-that another process, or a later load, may give to other weights.
+A block's key is SHA-256(parent's key, its token ids as little-endian 32-bit integers); the first block's parent is
+SHA-256(seed, adapter key, cache salt), so that every key of a chain depends on them. The seed is random per process
+unless given: keys cannot be precomputed from outside. The adapter's key says what its weights are (a digest of them,
+say), never a number or a name that another process, or a later load, may give to other weights.
+
+Keys are made when they are needed: a match makes few beyond its own end. Requests that come together often share a
+prefix, so a prompt takes over the keys of the prompt before it as far as their tokens agree.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import struct
 from ..request import Request
 
 SEED_BYTES = 32
+TOKEN_BYTES = 4
 
 
 class PrefixIndex:
@@ -31,7 +35,8 @@ class PrefixIndex:
         self.num_evictions = 0  # grows whenever a key is dropped: an earlier match may then be stale
         self.num_insertions = 0  # grows whenever one is added: an earlier match may then be too short
         self._seed = hashlib.sha256(seed if seed is not None else secrets.token_bytes(SEED_BYTES)).digest()
-        self._pack_tokens = struct.Struct(f"<{block_size}q").pack
+        self._root: tuple[tuple[str, str | None], bytes] = ("", None), self.root_key("", None)  # the one asked for last
+        self._recent: tuple[bytes, list[int], list[bytes]] = b"", [], []  # the last prompt to make keys: root, tokens, keys
         self._blocks: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
 
@@ -47,35 +52,73 @@ class PrefixIndex:
         salt = b"" if cache_salt is None else b"\x01" + cache_salt.encode("utf-8", "surrogatepass")
         return hashlib.sha256(self._seed + struct.pack("<q", len(adapter)) + adapter + salt).digest()
 
-    def block_key(self, parent: bytes, token_ids: list[int]) -> bytes:
-        """The key of a full block. Raises struct.error when there are not exactly block_size tokens."""
-        return hashlib.sha256(parent + self._pack_tokens(*token_ids)).digest()
+    def block_key(self, parent: bytes, tokens: bytes) -> bytes:
+        """The key of a full block. tokens: packed, TOKEN_BYTES each."""
+        return hashlib.sha256(parent + tokens).digest()
 
     def extend_keys(self, request: Request, num_blocks: int) -> None:
-        """Fills request.block_hashes up to `num_blocks` full blocks of known tokens; each is computed once in a
-        request's life.
+        """Fills request.block_hashes up to `num_blocks` full blocks of known tokens; each is computed at most once in a
+        request's life. Raises struct.error when fewer tokens are known, or one is outside 0..2**32 - 1.
         """
         keys = request.block_hashes
         if len(keys) >= num_blocks:
             return
-        parent = keys[-1] if keys else self.root_key(request.adapter_key, request.cache_salt)
-        for position in range(len(keys) * self.block_size, num_blocks * self.block_size, self.block_size):
-            parent = self.block_key(parent, _known_tokens(request, position, position + self.block_size))
-            keys.append(parent)
+        root, size = self._root_of(request), self.block_size
+        keys += self._shared_keys(request, root, num_blocks)
+        num_tokens = (num_blocks - len(keys)) * size
+        if num_tokens:
+            parent = keys[-1] if keys else root
+            tokens = _known_tokens(request, len(keys) * size, num_blocks * size)
+            packed = struct.pack(f"<{num_tokens}I", *tokens)
+            for start in range(0, len(packed), size * TOKEN_BYTES):
+                parent = self.block_key(parent, packed[start : start + size * TOKEN_BYTES])
+                keys.append(parent)
+            if num_blocks * size <= len(request.prompt_token_ids):
+                self._recent = root, request.prompt_token_ids, keys
+
+    def _root_of(self, request: Request) -> bytes:
+        name = request.adapter_key, request.cache_salt
+        if name != self._root[0]:
+            self._root = name, self.root_key(*name)
+        return self._root[1]
+
+    def _shared_keys(self, request: Request, root: bytes, stop: int) -> list[bytes]:
+        """Keys of the recent prompt that are this request's too, from its first missing one on and before `stop`."""
+        recent_root, theirs, keys = self._recent
+        mine, first, size = request.prompt_token_ids, len(request.block_hashes), self.block_size
+        stop = min(stop, len(keys), len(theirs) // size, len(mine) // size)
+        if first >= stop or root != recent_root or (first and keys[first - 1] != request.block_hashes[first - 1]):
+            return []
+        if mine[first * size : (first + 1) * size] != theirs[first * size : (first + 1) * size]:
+            return []
+        equal, unequal = first + 1, stop + 1  # so many first blocks are known to be equal; so many cannot all be
+        while unequal - equal > 1:
+            middle = (equal + unequal) // 2
+            if mine[equal * size : middle * size] == theirs[equal * size : middle * size]:
+                equal = middle
+            else:
+                unequal = middle
+        return keys[first:equal]
 
     def match(self, request: Request, start: int = 0) -> list[int]:
         """Blocks that hold the longest indexed prefix of the known tokens, from block `start` on.
 
-        At most (known - 1) // block_size blocks: the last token is always computed, since its logits are wanted.
+        At most (known - 1) // block_size blocks: the last token is always computed, since its logits are wanted. Keys
+        are made in runs that double while they hit.
         """
         limit = (request.num_known_tokens - 1) // self.block_size
-        self.extend_keys(request, limit)
-        blocks = []
-        for key in request.block_hashes[start:limit]:
-            block = self._blocks.get(key)
-            if block is None:
-                break
-            blocks.append(block)
+        blocks: list[int] = []
+        if not self._blocks:
+            return blocks
+        find, keys, place = self._blocks.get, request.block_hashes, start
+        while place < limit:
+            self.extend_keys(request, min(limit, 2 * place + 1))
+            for key in keys[place:limit]:
+                block = find(key)
+                if block is None:
+                    return blocks
+                blocks.append(block)
+            place = start + len(blocks)
         return blocks
 
     def insert(self, key: bytes, block: int) -> bool:

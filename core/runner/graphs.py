@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ Progress = Callable[[int, int], None]  # graphs captured, graphs in all
 
 _SMALL = (1, 2, 4, 8)
 _DECODE_STEP = 8
+_FEW_ROWS = 8
+_LARGE = 512  # tokens
 _FORWARD_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 
 
@@ -37,9 +40,13 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
     return sorted(sizes | {max_num_seqs})
 
 
-def forward_sizes(max_tokens: int) -> list[int]:
-    """Tokens of the forward graphs, `max_tokens` the largest."""
-    return sorted({size for size in _FORWARD_SIZES if size < max_tokens} | {max_tokens})
+def forward_sizes(max_tokens: int, max_num_seqs: int) -> list[tuple[int, int]]:
+    """(tokens, rows) of the forward graphs, ascending; `max_tokens` the largest. Large ones come with few rows, too: launches
+    that have a place for each row would look at hundreds that are not there."""
+    tokens = sorted({size for size in _FORWARD_SIZES if size < max_tokens} | {max_tokens})
+    sizes = {(size, min(size, max_num_seqs)) for size in tokens}
+    sizes.update((size, _FEW_ROWS) for size in tokens if size >= _LARGE and max_num_seqs > _FEW_ROWS)
+    return sorted(sizes)
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +102,7 @@ class GraphRunner:
         self._transfers = transfers
         self._max_model_len = max_model_len
         self._decode_sizes = decode_sizes(batch.max_num_seqs)
-        self._forward_sizes = forward_sizes(max_tokens) if max_tokens else []
+        self._forward_sizes = forward_sizes(max_tokens, batch.max_num_seqs) if max_tokens else []
         self._max_rows = batch.max_num_seqs
         tokens = max(self._max_rows, max_tokens)
         widths = [batch.max_blocks for _ in batch.tables]
@@ -103,7 +110,7 @@ class GraphRunner:
         self._rows = torch.zeros(2 * self._max_rows + 1, dtype=torch.int32, device=batch.device)
         self._last_rows: tuple[int, list[int]] = (0, [])
         self._decode: dict[int, _Captured] = {}
-        self._forward: dict[int, _Captured] = {}
+        self._forward: dict[tuple[int, int], _Captured] = {}
 
     @property
     def num_graphs(self) -> int:
@@ -113,16 +120,12 @@ class GraphRunner:
 
     def capture(self, progress: Progress | None = None) -> None:
         """Captures every size, the largest first, so that the smaller ones find their memory in the pool that it made."""
-        done = 0
-        for sizes, capture in (
-            (self._forward_sizes, self._capture_forward),
-            (self._decode_sizes, self._capture_decode),
-        ):
-            for size in reversed(sizes):
-                capture(size)
-                done += 1
-                if progress is not None:
-                    progress(done, self.num_graphs)
+        captures = [partial(self._capture_forward, *size) for size in reversed(self._forward_sizes)]
+        captures += [partial(self._capture_decode, size) for size in reversed(self._decode_sizes)]
+        for done, capture in enumerate(captures, start=1):
+            capture()
+            if progress is not None:
+                progress(done, self.num_graphs)
 
     def _persistent(self, num_rows: int, num_tokens: int) -> StepBuffers:
         buffers = self._buffers.part(num_rows, num_tokens)
@@ -148,15 +151,15 @@ class GraphRunner:
 
         self._decode[size] = self._captured(run, buffers, 1, found)
 
-    def _capture_forward(self, size: int) -> None:
-        buffers = self._persistent(min(size, self._max_rows), size)
+    def _capture_forward(self, num_tokens: int, num_rows: int) -> None:
+        buffers = self._persistent(num_rows, num_tokens)
         found: list[GraphStep] = []
 
         def run() -> None:
             self._batch.fill(buffers)
             found.append(GraphStep(buffers, None, self._run_model(buffers)))
 
-        self._forward[size] = self._captured(run, buffers, size, found)
+        self._forward[num_tokens, num_rows] = self._captured(run, buffers, num_tokens, found)
 
     def _captured(
         self, run: Callable[[], None], buffers: StepBuffers, max_query_len: int, found: list[GraphStep]
@@ -174,11 +177,9 @@ class GraphRunner:
     def run(self, rows: StepRows, *, decode: bool) -> GraphStep | None:
         """Queues a step; None when no graph holds it. decode: each row is one token and draws the next; False: the hidden
         states are wanted."""
-        sizes, captured = (self._decode_sizes, self._decode) if decode else (self._forward_sizes, self._forward)
-        at = bisect_left(sizes, rows.num_tokens)
-        if at == len(sizes):
+        found = self._find(rows, decode=decode)
+        if found is None:
             return None
-        found = captured[sizes[at]]
         num_rows = len(found.step.buffers.slots)
         padding = num_rows - len(rows.requests)
         slots = [request.slot for request in rows.requests] + [self._batch.max_num_seqs] * padding
@@ -186,6 +187,20 @@ class GraphRunner:
         found.graph.replay()
         step = found.step
         return GraphStep(step.buffers, step.decoded, step.hidden[: rows.num_tokens])
+
+    def _find(self, rows: StepRows, *, decode: bool) -> _Captured | None:
+        """The smallest graph that holds a step."""
+        num_rows = len(rows.requests)
+        if decode:
+            at = bisect_left(self._decode_sizes, num_rows)
+            return self._decode[self._decode_sizes[at]] if at < len(self._decode_sizes) else None
+        at = bisect_left(self._forward_sizes, (rows.num_tokens, 0))
+        while at < len(self._forward_sizes):
+            size = self._forward_sizes[at]
+            if num_rows <= size[1]:
+                return self._forward[size]
+            at += 1
+        return None
 
     def _upload(self, num_rows: int, packed: Sequence[int]) -> None:
         """Decode steps repeat slots and starts of the step before: then nothing is copied."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -68,7 +69,7 @@ class LargestStep:
     def _buffers(self, num_tokens: int, num_rows: int) -> StepBuffers:
         """Tokens shared out evenly; every table points to the null block."""
         starts = [row * num_tokens // num_rows for row in range(num_rows + 1)]
-        counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+        counts = [end - start for start, end in pairwise(starts)]
         width = -(-max(counts) // self._block_size)
         buffers = StepBuffers.allocate(num_rows, num_tokens, [width] * self._num_groups, self._transfers.device)
         upload = self._transfers.upload

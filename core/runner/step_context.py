@@ -73,4 +73,3 @@ class StepContext:
                 self._rope(query, key, positions, cos_sin)
             found.backend.write_kv(key, value, found.cache)
         return found.backend.forward(query, found.cache, layer)
-

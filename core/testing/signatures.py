@@ -1,8 +1,9 @@
 """The public signatures of the contracts as plain data, and what changed between two states of them.
 
-A plugin is written against what is here. A new method or field with a default breaks nobody; anything else asks for a new
-version of the contract. `tests/unit/test_contract_signatures.py` compares with the committed state, and
-`tests/update_contract_signatures.py` replaces it.
+A plugin is written against what is here. A new method or field with a default breaks nobody, nor does a new parameter with a
+default of what plugins only call; anything else asks for a new version of the contract.
+`tests/unit/test_contract_signatures.py` compares with the committed state, and `tests/update_contract_signatures.py`
+replaces it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from ..contracts.kinds import KINDS
 
 NOT_A_CONTRACT = frozenset({"kinds"})  # the core's own table
 SHARED: Mapping[str, tuple[str, ...]] = {"plan": ("executor", "scheduler")}  # modules of several kinds; others: of all
+# Protocols whose objects plugins make. Those of all others, and functions, are the core's: plugins call them.
+MADE_BY_PLUGINS = frozenset({"platform.DeviceEvent", "platform.DeviceGraph"})
 Snapshot = dict[str, Any]
 
 
@@ -153,7 +156,8 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
                 found.append(Change(where, "added" if name in new else "removed", name in new))
             elif "function" in old[name] or "function" in new[name]:
                 if old[name] != new[name]:
-                    found.append(Change(where, "changed", False))
+                    was, now = old[name].get("function", {}), new[name].get("function", {})
+                    found.append(Change(where, "changed", _only_takes_more(was, now)))
             else:
                 found += class_changes(where, old[name], new[name])
     return found
@@ -162,24 +166,34 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
 def class_changes(where: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """Between two descriptions of one class."""
     found: list[Change] = []
+    from_core = bool(new["protocol"]) and where not in MADE_BY_PLUGINS
     if (old["protocol"], old["keywords_only"]) != (new["protocol"], new["keywords_only"]):
         found.append(Change(where, "another kind of class, or fields that are taken otherwise", False))
-    found += _field_changes(where, old, new)
+    found += _field_changes(where, old, new, from_core)
     for name in sorted({*old["members"], *new["members"]}):
         place = f"{where}.{name}"
         was, now = old["members"].get(name), new["members"].get(name)
         if was is None and now is not None:
-            # A protocol is what the core gives; an abstract method is what every plugin would have to have.
-            added = "added" if not now.get("abstract") else "added, and abstract"
-            found.append(Change(place, added, bool(new["protocol"]) or not now.get("abstract")))
+            # What the core gives may grow; an abstract method, or one of a protocol, is what every plugin would have to have.
+            needed = now.get("abstract") or (new["protocol"] and not from_core)
+            added = "added, and abstract" if now.get("abstract") else "added"
+            found.append(Change(place, added, from_core or not needed))
         elif now is None:
             found.append(Change(place, "removed", False))
         elif was != now:
-            found.append(Change(place, "changed", False))
+            found.append(Change(place, "changed", from_core and _only_takes_more(was, now)))
     return found
 
 
-def _field_changes(where: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+def _only_takes_more(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether every call that was right before still is: the parameters as they were, then others with a default."""
+    was, now = old.get("parameters"), new.get("parameters")
+    if was is None or now is None or {**old, "parameters": now} != new:
+        return False
+    return now[: len(was)] == was and all(default for _, _, _, default in now[len(was) :])
+
+
+def _field_changes(where: str, old: Mapping[str, Any], new: Mapping[str, Any], from_core: bool) -> list[Change]:
     found: list[Change] = []
     was = {name: (kind, default) for name, kind, default in old["fields"]}
     now = {name: (kind, default) for name, kind, default in new["fields"]}
@@ -196,7 +210,7 @@ def _field_changes(where: str, old: Mapping[str, Any], new: Mapping[str, Any]) -
     for name, (_, default) in now.items():
         if name not in was:
             what = "added" if default else "added, and without a default"
-            found.append(Change(f"{where}.{name}", what, bool(default) or bool(new["protocol"])))
+            found.append(Change(f"{where}.{name}", what, bool(default) or from_core))
     return found
 
 

@@ -79,6 +79,7 @@ def hotswap_platform() -> Iterator[PlatformProvider]:
     yield PlatformProvider(
         name="cuda",
         build=_build,
+        contract=2,
         options=CudaOptions,
         unavailable=_unavailable,
         environment=environment,

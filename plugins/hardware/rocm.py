@@ -50,6 +50,7 @@ def hotswap_platform() -> Iterator[PlatformProvider]:
     yield PlatformProvider(
         name="rocm",
         build=_build,
+        contract=2,
         options=RocmOptions,
         unavailable=_unavailable,
         facts=device_facts,

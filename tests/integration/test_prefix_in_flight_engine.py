@@ -31,7 +31,12 @@ def prompts() -> list[list[int]]:
 
 
 def run(folder: Path, prompts: list[list[int]], **settings: Any) -> Iterator[Any]:
-    fields = {"dtype": "float32", "max_model_len": 100, "block_size": 4, "num_gpu_blocks_override": 600} | settings
+    fields: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 100,
+        "block_size": 4,
+        "num_gpu_blocks_override": 600,
+    } | settings
     with LLM(str(folder), **fields) as llm:
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], PARAMS, use_tqdm=False)
         llm.check_integrity()

@@ -33,7 +33,11 @@ def outputs(folder: Path, plugins: list[str]) -> list[tuple[list[int], object]]:
         str(folder), plugins=plugins, dtype="float32", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32
     )
     with llm:
-        active = {row["kind"] + "/" + (row.get("op") or ""): row["name"] for row in llm.info.inventory if row["state"] == "active"}
+        active = {
+            row["kind"] + "/" + (row.get("op") or ""): row["name"]
+            for row in llm.info.inventory
+            if row["state"] == "active"
+        }
         if plugins:
             assert active["platform/"] == "interpreted_gpu" and active["attention/"] == "triton_paged"
             assert active["executor/"] == "inline"

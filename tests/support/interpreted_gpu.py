@@ -62,4 +62,6 @@ def _build(context: PlatformContext) -> Platform:
 
 @hookimpl
 def hotswap_platform() -> Iterator[PlatformProvider]:
-    yield PlatformProvider(name="interpreted_gpu", build=_build, priority=1, summary="The host, posing as a GPU.")
+    yield PlatformProvider(
+        name="interpreted_gpu", build=_build, contract=2, priority=1, summary="The host, posing as a GPU."
+    )

@@ -16,6 +16,7 @@ import pytest
 
 from hotswap.core.contracts.kinds import KINDS
 from hotswap.core.testing.signatures import (
+    MADE_BY_PLUGINS,
     blocked,
     class_changes,
     current_snapshot,
@@ -235,6 +236,26 @@ class WiderView(Protocol):
     def b(self) -> int: ...
 
 
+class Caller(Protocol):
+    def call(self, a: int) -> int: ...
+
+
+class TakesMore(Protocol):
+    def call(self, a: int, b: int = 0) -> int: ...
+
+
+class NeedsMore(Protocol):
+    def call(self, a: int, b: int) -> int: ...
+
+
+class TakesMoreBefore(Protocol):
+    def call(self, b: int = 0, a: int = 0) -> int: ...
+
+
+class GivesAnother(Protocol):
+    def call(self, a: int, b: int = 0) -> str: ...
+
+
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
@@ -253,11 +274,32 @@ class WiderView(Protocol):
         (Message, NeedierMessage, [("x", False), ("x.c", False)]),
         (View, WiderView, [("x.b", True)]),
         (WiderView, View, [("x.b", False)]),
+        (Caller, TakesMore, [("x.call", True)]),
+        (TakesMore, Caller, [("x.call", False)]),
+        (Caller, NeedsMore, [("x.call", False)]),
+        (Caller, TakesMoreBefore, [("x.call", False)]),
+        (Caller, GivesAnother, [("x.call", False)]),
     ],
 )
 def test_fields(before: type[Any], after: type[Any], expected: list[tuple[str, bool]]) -> None:
     found = class_changes("x", describe_class(before), describe_class(after))
     assert [(change.where, change.compatible) for change in found] == expected
+
+
+def test_what_plugins_make_may_not_grow() -> None:
+    """A protocol is the core's to give, but for those that a platform gives back."""
+    name = "platform.DeviceEvent"
+    assert name in MADE_BY_PLUGINS
+    for before, after, member in ((View, WiderView, "b"), (Caller, TakesMore, "call")):
+        found = class_changes(name, describe_class(before), describe_class(after))
+        assert [(change.where, change.compatible) for change in found] == [(f"{name}.{member}", False)]
+
+
+def test_every_name_of_what_plugins_make_is_one() -> None:
+    modules = current_snapshot()["modules"]
+    for name in MADE_BY_PLUGINS:
+        module, _, member = name.partition(".")
+        assert modules[module][member]["protocol"], name
 
 
 # What a failing test says.

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotswap.core.contracts.plan import NewRequest, ScheduledRequest, StepPlan
 from hotswap.core.contracts.attention import BatchGeometry
+from hotswap.core.contracts.plan import NewRequest, ScheduledRequest, StepPlan
 from hotswap.core.layers.ops import OpTable
 from hotswap.core.runner.input_batch import InputBatch
 from hotswap.core.runner.step_buffers import StepBuffers

@@ -68,7 +68,7 @@ def test_the_whole_line() -> None:
         ("KV cache", {}, "Lower --gpu-memory-utilization (now 0.9)"),
         ("KV cache", {"kv_cache_memory_bytes": 2**40}, f"Lower --kv-cache-memory-bytes (now {2**40})"),
         ("KV cache", {"num_gpu_blocks_override": 9}, "Lower --num-gpu-blocks-override (now 9)"),
-        ("graphs", {}, "Lower --max-graph-tokens (now 512)"),
+        ("graphs", {"max_graph_tokens": 512}, "Lower --max-graph-tokens (now 512)"),
         ("graphs", {"max_graph_tokens": 16}, "Give --enforce-eager"),
     ],
 )

@@ -25,17 +25,17 @@ from hotswap.core.contracts.attention import (
 )
 from hotswap.core.contracts.model import ForwardContext, LoadReport, Model, WeightSpec
 from hotswap.core.contracts.plan import NewRequest, PositionLogprobs, ScheduledRequest, StepPlan, StepResult
+from hotswap.core.layers.ops import OpTable
 from hotswap.core.runner.edits import History
 from hotswap.core.runner.kv_cache import CachePlan, MemoryTable, allocate_cache, group_layers
 from hotswap.core.runner.logprobs import position_logprobs
 from hotswap.core.runner.model_runner import ModelRunner, RunnerLimits
-from hotswap.core.layers.ops import OpTable
-from hotswap.core.runner.prompt_logprobs import SLICE
-from hotswap.core.runner.step_context import GroupCache
-from hotswap.core.runner.transfer import Transfers
 from hotswap.core.runner.penalties import PenaltyPool, penalties_of
+from hotswap.core.runner.prompt_logprobs import SLICE
 from hotswap.core.runner.sampler import sample
 from hotswap.core.runner.sampling_rows import build_batch, resolve_row
+from hotswap.core.runner.step_context import GroupCache
+from hotswap.core.runner.transfer import Transfers
 from hotswap.core.sampling_params import SamplingParams
 
 WIDTH = 211

@@ -10,7 +10,7 @@ import pytest
 from hotswap.core.contracts.policy import KeyedPolicy, Policy, RequestView
 from hotswap.core.engine.wire import EngineStats
 from hotswap.core.errors import PlanError, RequestError
-from hotswap.core.request import Status, WaitingReason
+from hotswap.core.request import Request, Status, WaitingReason
 from hotswap.core.scheduling.plan_builder import MAX_HOLDS
 from hotswap.core.testing.scheduling_harness import SchedulingHarness, fake_request
 from hotswap.plugins.schedulers.continuous_batching import ContinuousBatching
@@ -419,7 +419,12 @@ def test_a_plan_looks_at_nobody_who_waits(num_sharing: int, monkeypatch: pytest.
         harness.add(fake_request(number, range(64), max_tokens=8))
     looks: list[int] = []
     original = harness.kv.match
-    monkeypatch.setattr(harness.kv, "match", lambda request: looks.append(request.request_id) or original(request))
+
+    def match(request: Request) -> object:
+        looks.append(request.request_id)
+        return original(request)
+
+    monkeypatch.setattr(harness.kv, "match", match)
     schedule = harness.scheduler.schedule
     plan = schedule()
     assert plan is not None

@@ -84,6 +84,7 @@ def _sample(
     provider = PlatformProvider(
         name=name,
         build=lambda context: make(MyPlatformOptions()),
+        contract=2,
         environment=lambda: {} if environment is None else environment,  # type: ignore[arg-type, return-value]
         facts=None if facts is None else lambda options: facts,
         summary=f"broken: {name.replace('_', ' ')}",

@@ -279,7 +279,9 @@ class LogitsProcessorSuite(ConformanceSuite):
         finally:
             tracemalloc.stop()
         # A leak is in every turn. What caches of Python and torch keep for once is in some only.
-        assert min(kept) <= MAX_GROWTH_BYTES, f"{GROWTH_REQUESTS} requests that ended left {min(kept)} bytes, every time"
+        assert min(kept) <= MAX_GROWTH_BYTES, (
+            f"{GROWTH_REQUESTS} requests that ended left {min(kept)} bytes, every time"
+        )
 
     def test_it_makes_no_nan(self) -> None:
         """A forbidden token (-inf) stays forbidden or gets a number; no logit becomes NaN or +inf."""

@@ -75,6 +75,7 @@ def hotswap_platform() -> Iterator[PlatformProvider]:
     yield PlatformProvider(
         name="my_platform",
         build=_build,
+        contract=2,
         options=MyPlatformOptions,
         environment=_environment,
         priority=-10,

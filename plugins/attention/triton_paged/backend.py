@@ -24,6 +24,7 @@ from hotswap.core.contracts.provider import DeviceInfo
 from .decode_kernel import decode_kernel, merge_kernel
 from .prefill_kernel import prefill_kernel
 from .tuning import (
+    MAX_SPLITS,
     Packing,
     Shape,
     Sizes,
@@ -40,7 +41,7 @@ from .write_kernel import write_kernel
 
 _DIMENSIONS = ("block", "token", "head", "dim")
 _LOG2E = math.log2(math.e)
-_FEW_SPLITS = 8
+_MERGED_AT_ONCE = 8
 _SMALLEST_SEARCH = 256  # requests that a prefill program looks at, so that batches of other sizes need no other code
 _INTERPRETED_SMS = 132
 
@@ -191,7 +192,6 @@ class TritonPagedAttention(AttentionBackend):
             **plan.shared,
         )
         if partial is not None:
-            few = splits <= _FEW_SPLITS
             merge_kernel[(layer.num_heads, partial_rows)](
                 out,
                 partial,
@@ -204,13 +204,14 @@ class TritonPagedAttention(AttentionBackend):
                 NUM_HEADS=layer.num_heads,
                 ROW_TOKENS=row_tokens,
                 MAX_TOKENS=plan.max_tokens,
-                MAX_SPLITS=_FEW_SPLITS if few else 1 << (splits - 1).bit_length(),
+                MAX_SPLITS=MAX_SPLITS,
+                CHUNK=_MERGED_AT_ONCE,
                 BLOCK_N=shape.block_n,
                 BLOCK_DV=padded(layer.head_dim_v),
                 DIM_V=layer.head_dim_v,
                 WINDOW=layer.window or 0,
                 PDL=self._pdl,
-                num_warps=2 if few else 8,
+                num_warps=4,
                 **self._launch,
             )
 

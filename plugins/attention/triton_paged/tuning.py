@@ -68,7 +68,7 @@ def padded(size: int) -> int:
 
 # Prefill by widest head size (up to): rows, keys a tile, warps, stages; for 2-byte elements.
 _PREFILL: dict[str, dict[int, Shape]] = {
-    "hopper": {64: Shape(128, 128, 8, 3), 128: Shape(128, 64, 8, 3), 256: Shape(128, 64, 8, 2)},
+    "hopper": {64: Shape(128, 128, 8, 3), 128: Shape(128, 128, 8, 2), 256: Shape(128, 64, 8, 2)},
     "ampere": {64: Shape(128, 64, 4, 3), 128: Shape(128, 64, 8, 2), 256: Shape(64, 32, 4, 2)},
     "consumer": {64: Shape(128, 64, 4, 2), 128: Shape(64, 64, 4, 2), 256: Shape(64, 32, 4, 2)},
     "old": {64: Shape(64, 32, 4, 1), 128: Shape(64, 32, 4, 1), 256: Shape(32, 32, 4, 1)},
@@ -78,7 +78,7 @@ _DETERMINISTIC: dict[int, Shape] = {64: Shape(64, 64, 4, 2), 128: Shape(64, 64, 
 # float32 has no matrix units that are exact: small tiles, whose operands stay in registers.
 _PREFILL_FLOAT32: dict[int, Shape] = {64: Shape(32, 32, 4, 1), 128: Shape(32, 32, 4, 1), 256: Shape(16, 16, 4, 1)}
 
-_DECODE: dict[int, Shape] = {64: Shape(16, 64, 2, 3), 128: Shape(16, 64, 2, 3), 256: Shape(16, 32, 2, 3)}
+_DECODE: dict[int, Shape] = {64: Shape(16, 64, 2, 3), 128: Shape(16, 64, 4, 2), 256: Shape(16, 32, 2, 3)}
 _DECODE_FLOAT32: dict[int, Shape] = {64: Shape(16, 32, 4, 2), 128: Shape(16, 32, 4, 2), 256: Shape(16, 16, 4, 2)}
 
 
@@ -174,7 +174,7 @@ def split_plan(programs: int, multiprocessors: int, max_tiles: int) -> tuple[int
     themselves, since a graph's launches are fixed.
     """
     waves = min(2, max(1, programs // 16))
-    min_tiles = min(16, max(1, programs // 24))
+    min_tiles = min(16, max(1, programs // 64))
     splits = min(
         multiprocessors * PROGRAMS_A_MULTIPROCESSOR * waves // programs, MAX_SPLITS, -(-max_tiles // min_tiles)
     )

@@ -34,6 +34,7 @@ def hotswap_platform() -> Iterator[PlatformProvider]:
     yield PlatformProvider(
         name="cpu",
         build=_build,
+        contract=2,
         options=CpuOptions,
         environment=thread_environment,
         summary="The host's processors; cores and memory as the cgroup grants them.",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hotswap.core.contracts.attention import AttentionLayer
 from hotswap.core.contracts.model import Model
-from hotswap.core.layers.reference import attention
+from hotswap.core.layers.reference import attention, rope
 
 _LENGTHS = (6, 4)
 _FIRST_CHUNK = 3  # tokens of the first sequence in step one, beside all of the second; the rest comes in step two
@@ -37,7 +37,17 @@ class _DenseContext:
         self.plan: list[tuple[int, int]] = []
         self._cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor | None = None,
+        cos_sin: Tensor | None = None,
+    ) -> Tensor:
+        if positions is not None and cos_sin is not None:
+            rope(query, key, positions, cos_sin)
         outputs, start = [], 0
         for sequence, count in self.plan:
             rows = slice(start, start + count)
