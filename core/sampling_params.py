@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import operator
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -40,6 +44,18 @@ NUMBER_BOUNDS: dict[str, tuple[float, float]] = {
 }
 _NEVER_NONE = frozenset({"n", "top_k", "min_tokens"})
 ABOVE_LOWEST = frozenset({"top_p", "repetition_penalty"})  # whose smallest value is itself out of range
+_integers_of = operator.attrgetter(*INTEGER_BOUNDS)
+_numbers_of = operator.attrgetter(*NUMBER_BOUNDS)
+_CONTAINERS = (
+    "stop",
+    "stop_token_ids",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "logits_processors",
+    "eos_token_ids",
+    "bad_words_token_ids",
+)
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -103,12 +119,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.temperature < GREEDY_TEMPERATURE
 
     def _check_numbers(self) -> None:
-        for name, (lowest, highest) in INTEGER_BOUNDS.items():
-            value = getattr(self, name)
-            if value is not None or name in _NEVER_NONE:
+        # Every request comes here, so the usual case, a plain number within its bounds, costs no call.
+        for (name, (lowest, highest)), value in zip(INTEGER_BOUNDS.items(), _integers_of(self), strict=True):
+            if not (type(value) is int and lowest <= value <= highest) and (value is not None or name in _NEVER_NONE):
                 _integer(name, value, lowest, highest)
-        for name, (low, high) in NUMBER_BOUNDS.items():
-            _number(name, getattr(self, name), low, high, open_low=name in ABOVE_LOWEST)
+        for (name, (low, high)), value in zip(NUMBER_BOUNDS.items(), _numbers_of(self), strict=True):
+            if not (type(value) is float and low <= value <= high) or (value == low and name in ABOVE_LOWEST):
+                _number(name, value, low, high, open_low=name in ABOVE_LOWEST)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) must not be larger than max_tokens ({self.max_tokens})",
@@ -137,11 +154,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def check_token_ids(self, logits_width: int) -> None:
         """Every token id against the width of a logits row (S-39). Raises RequestError naming the field and the id."""
-        fields: list[tuple[str, list[int]]] = [
+        fields: list[tuple[str, Iterable[int]]] = [
             ("stop_token_ids", self.stop_token_ids),
-            ("allowed_token_ids", self.allowed_token_ids or []),
-            ("logit_bias", list(self.logit_bias)),
-            ("bad_words", [i for word in self.bad_words_token_ids for i in word]),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("logit_bias", self.logit_bias),
+            ("bad_words", chain.from_iterable(self.bad_words_token_ids)),
         ]
         for name, ids in fields:
             for token_id in ids:
@@ -150,11 +167,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def clone(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed; containers are copied too."""
-        fields = {name: getattr(self, name) for name in self.__struct_fields__}
-        for name, value in fields.items():
-            if isinstance(value, (list, dict)):
-                fields[name] = value.copy()
-        return SamplingParams(**{**fields, **changes})
+        copied = copy.copy(self)
+        for name in _CONTAINERS:
+            value = getattr(self, name)
+            if name not in changes and isinstance(value, (list, dict)):
+                setattr(copied, name, value.copy())
+        for name, value in changes.items():
+            setattr(copied, name, value)
+        copied.__post_init__()
+        return copied
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> None:
@@ -174,6 +195,8 @@ def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = 
 
 
 def _strings(name: str, values: Any, max_count: int, max_chars: int) -> None:
+    if isinstance(values, list) and not values:
+        return
     if not isinstance(values, list) or not all(isinstance(v, str) for v in values):
         raise RequestError(f"{name} must be a string or a list of strings", param=name)
     if len(values) > max_count:

@@ -83,6 +83,14 @@ class PlanBuilder(ABC):
     def schedule(self, view: RequestView, num_tokens: int) -> None:
         """Puts a running request into the step and allocates. At most once per request and plan."""
 
+    def schedule_decodes(self) -> int:
+        """Puts one token of each running request into the step, in service order, for as long as one is what each wants and
+        tokens and blocks are there; those that want nothing are passed over. How many running requests are settled by that:
+        the scheduler decides about those behind them. Called first of all, and at most once: it is what asking about every
+        one of them would come to where the policy limits nobody's share, in a fraction of the time.
+        """
+        return 0
+
     @abstractmethod
     def num_tokens_to_admit(self, view: RequestView) -> int:
         """Tokens that a waiting request would have to compute after its prefix hit."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import struct
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+import numpy as np
 
 from ..clock import Clock
 from ..contracts.executor import Executor
@@ -19,6 +22,7 @@ from ..request import Request
 from ..scheduling.mechanism import Mechanism
 from ..scheduling.progress import force_progress
 from .observers import ObserverSet
+from .prompt_ids import outside_width
 from .request_processors import RequestProcessors
 from .wire import EngineRequest, EngineStats
 
@@ -108,9 +112,8 @@ class EngineCore:
             wanted = getattr(message.sampling, name)
             if wanted is not None and wanted > self._logits_width:
                 raise RequestError(f"{name}: {wanted} alternatives of {self._logits_width} tokens", param=name)
-        ids = message.prompt_token_ids
-        if ids and not (min(ids) >= 0 and max(ids) < self._logits_width):
-            raise RequestError(f"prompt: a token id is outside 0..{self._logits_width - 1}", param="prompt")
+        if message.prompt_token_ids and not _all_below(message.prompt_token_ids, self._logits_width):
+            raise outside_width(message.prompt_token_ids, self._logits_width)
         message.sampling.check_token_ids(self._logits_width)
 
     def abort(self, request_ids: Iterable[int]) -> None:
@@ -130,6 +133,7 @@ class EngineCore:
                 break
             self.executor.execute(plan)
             self.executor.sample(plan, None)
+        self.mechanism.catch_up()
         updates = self.mechanism.take_updates()
         if self._in_flight:
             updates += self._confirm(self.executor.next_result())
@@ -235,3 +239,12 @@ class EngineCore:
             self.executor.shutdown()
         finally:
             self.close_observers()
+
+
+def _all_below(token_ids: list[int], width: int) -> bool:
+    """Whether every one is an integer in 0..width - 1, in one pass over the objects of a list that can be long."""
+    try:
+        packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
+    except struct.error:
+        return False
+    return int(np.frombuffer(packed, dtype="<u4").max()) < width

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,14 @@ class FrontEnd:
         ceiling = config.model.override_generation_config.get("max_new_tokens")
         self._limits = InputLimits(config.max_logprobs, ceiling)
 
-    def connect(self, info: EngineInfo, clock: Clock, *, seed: int | None = None) -> None:
-        """Called once, with the engine's facts. seed: makes requests without a seed of their own repeatable."""
+    def connect(
+        self, info: EngineInfo, clock: Clock, *, seed: int | None = None, is_engine_process: bool = False
+    ) -> None:
+        """Called once, with the engine's facts. seed: makes requests without a seed of their own repeatable.
+        is_engine_process: whether the engine, with its own checks, is in this process."""
         self.info = info
-        self.inputs = InputProcessor(
-            info, self.tokenizer, self.eos_token_ids, clock, self._limits, seed, self._processors
-        )
+        limits = replace(self._limits, checks_prompt_ids=not is_engine_process)
+        self.inputs = InputProcessor(info, self.tokenizer, self.eos_token_ids, clock, limits, seed, self._processors)
         self.outputs = OutputProcessor(self.tokenizer)
 
     def refresh(self, info: EngineInfo) -> None:

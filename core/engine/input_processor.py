@@ -11,6 +11,7 @@ from ..clock import Clock
 from ..errors import RequestError
 from ..sampling_params import SamplingParams
 from ..text.tokenizer import Tokenizer
+from .prompt_ids import outside_width
 from .request_processors import RequestProcessors
 from .wire import EngineInfo, EngineRequest
 
@@ -22,10 +23,15 @@ _MASK64 = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class InputLimits:
-    """max_logprobs: alternatives per position. max_tokens_ceiling: the operator's own cap on output tokens, if any."""
+    """max_logprobs: alternatives per position. max_tokens_ceiling: the operator's own cap on output tokens, if any.
+
+    checks_prompt_ids: whether prompts' token ids are checked here. False where the engine's own check comes at once, in
+    this process: long prompts are then read once.
+    """
 
     max_logprobs: int = 20
     max_tokens_ceiling: int | None = None
+    checks_prompt_ids: bool = True
 
 
 class InputProcessor:
@@ -76,11 +82,7 @@ class InputProcessor:
             EngineRequest(
                 request_id=next(self._ids),
                 prompt_token_ids=prompt,
-                sampling=filled.clone(
-                    n=1,
-                    seed=choice_seed(filled.seed or 0, index),
-                    prompt_logprobs=filled.prompt_logprobs if index == 0 else None,
-                ),
+                sampling=_of_choice(filled, index),
                 arrival_time=now,
                 priority=priority,
                 user=user,
@@ -101,9 +103,8 @@ class InputProcessor:
         if not ids:
             raise RequestError("the prompt is empty: it must hold at least one token", param="prompt")
         width = self._info.logits_width
-        if min(ids) < 0 or max(ids) >= width:
-            bad = next(i for i in ids if not 0 <= i < width)
-            raise RequestError(f"prompt: token id {bad} is outside 0..{width - 1}", param="prompt")
+        if self._limits.checks_prompt_ids and (min(ids) < 0 or max(ids) >= width):
+            raise outside_width(ids, width)
         if params.truncate_prompt_tokens is not None:
             ids = ids[-params.truncate_prompt_tokens :]
         window = self._info.max_model_len
@@ -132,6 +133,7 @@ class InputProcessor:
             )
         self._processors.check(params.logits_processors)  # they travel as they were asked, and are checked there again
         filled = params.clone(
+            n=1,
             max_tokens=max_tokens,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             eos_token_ids=list(self._eos_token_ids),
@@ -160,6 +162,13 @@ class InputProcessor:
                 if ids and max(ids) < self._info.logits_width and ids not in spellings:
                     spellings.append(ids)
         return spellings
+
+
+def _of_choice(filled: SamplingParams, index: int) -> SamplingParams:
+    """Choice 0 is what the caller asked for."""
+    if index == 0:
+        return filled
+    return filled.clone(seed=choice_seed(filled.seed or 0, index), prompt_logprobs=None)
 
 
 def choice_seed(seed: int, index: int) -> int:

@@ -15,7 +15,6 @@ from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
 from ..text.chat_template import ChatTemplate
 from ..text.tools import check_tools
-from .output_processor import merge_delta
 
 if TYPE_CHECKING:
     from ..plugin_manager import PluginManager
@@ -57,7 +56,7 @@ class LLM:
         self._front = FrontEnd(checkpoints.model, config, checkpoints.tokenizer, RequestProcessors.of(manager))
         checkpoints.close()
         self._engine = assemble_engine(manager, config, str(resolved.path), resolved.loader, SystemClock(), report=None)
-        self._front.connect(self._engine.info, SystemClock(), seed=config.model.seed)
+        self._front.connect(self._engine.info, SystemClock(), seed=config.model.seed, is_engine_process=True)
         self.config = config
         self._num_requests = 0
         self._closed = False
@@ -209,16 +208,13 @@ class LLM:
             front.inputs.process(ids, p, priority=rank)
             for (_, ids), p, rank in zip(prepared, params, priorities, strict=True)
         ]
-        totals: dict[int, RequestOutput] = {}
         order: list[RequestOutput] = []
         with _Progress(len(prepared), use_tqdm) as progress:
             try:
                 for (text, _), group in zip(prepared, requests, strict=True):
                     self._num_requests += 1
                     state = front.outputs.add(str(self._num_requests), text, group)
-                    total = RequestOutput(state.request_id, text, state.prompt_token_ids, [])
-                    totals[id(state)] = total
-                    order.append(total)
+                    order.append(state.total)
                     for request in group:
                         refusal = core.add_request(request)
                         if refusal is not None:
@@ -229,7 +225,7 @@ class LLM:
                                 status=refusal.error_status,
                             )
                 while core.has_work():
-                    self._collect(totals, progress)
+                    self._collect(progress)
             except (RequestError, KeyboardInterrupt):
                 self._abandon_rest()
                 raise
@@ -240,18 +236,17 @@ class LLM:
             total.outputs.sort(key=lambda output: output.index)
         return order
 
-    def _collect(self, totals: dict[int, RequestOutput], progress: _Progress) -> None:
+    def _collect(self, progress: _Progress) -> None:
+        gather = self._front.outputs.gather
         for update in self._engine.core.step():
-            routed = self._front.outputs.apply(update)
-            if routed is None:
+            state = gather(update)
+            if state is None:
                 continue
-            state, delta = routed
-            merge_delta(totals[id(state)], delta)
             if state.to_abort:
                 self._engine.core.abort(state.to_abort)
                 state.to_abort = []
             if progress.enabled:
-                progress.advance(sum(len(o.token_ids) for o in delta.outputs), finished=delta.finished)
+                progress.advance(len(update.new_token_ids), finished=state.finished)
 
     def _abandon_rest(self) -> None:
         """After Ctrl-C or a refusal: nothing of this call stays in the engine."""

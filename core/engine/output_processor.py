@@ -23,8 +23,9 @@ class _Choice:
         self.index = index
         self.request_id = request.request_id
         self.finished = False
+        self.gathered: CompletionOutput | None = None  # all of it so far, where it is put together here
         sampling = request.sampling
-        self._stop_token_ids = frozenset(sampling.stop_token_ids)
+        self.is_simple = sampling.logprobs is None and not sampling.stop  # more tokens are more text, and nothing else
         self._text: TextStream | None = None
         self._pieces: IncrementalDetokenizer | None = None
         self._wants_logprobs = sampling.logprobs is not None
@@ -39,6 +40,12 @@ class _Choice:
             )
         if tokenizer is not None and self._wants_logprobs:
             self._pieces = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+
+    def gather(self, gathered: CompletionOutput, token_ids: list[int]) -> None:
+        """Adds tokens that do not end it; for a simple one."""
+        if self._text is not None:
+            gathered.text += self._text.push(token_ids).text
+        gathered.token_ids += token_ids
 
     def apply(self, update: RequestUpdate) -> CompletionOutput:
         """The delta that the update means. Tokens after a stop string are dropped: neither returned nor counted."""
@@ -77,7 +84,9 @@ class _Choice:
 
 @dataclass(slots=True)
 class RequestState:
-    """A caller's request in flight. to_abort: engine requests whose stop string was found here and that must be told so."""
+    """A caller's request in flight. to_abort: engine requests whose stop string was found here and that must be told so.
+    total: what `OutputProcessor.gather` has put together.
+    """
 
     request_id: str
     prompt: str | None
@@ -87,6 +96,10 @@ class RequestState:
     num_cached_tokens: int = 0
     error: str | None = None
     to_abort: list[int] = field(default_factory=list)
+    total: RequestOutput = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.total = RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, [])
 
     @property
     def finished(self) -> bool:
@@ -178,6 +191,25 @@ class OutputProcessor:
             del self._states[update.request_id]
         return None if output is None else (state, output)
 
+    def gather(self, update: RequestUpdate) -> RequestState | None:
+        """As `apply`, for a caller that wants no deltas: they are merged into the state's `total`. Nearly every update of a
+        long answer is one more token and no more, so that this is added without making a delta of it.
+        """
+        state = self._states.get(update.request_id)
+        if state is None:
+            return None
+        choice = state.choices[update.request_id]
+        gathered = choice.gathered
+        if gathered is not None and choice.is_simple and _is_only_tokens(update, state):
+            choice.gather(gathered, update.new_token_ids)
+            return state
+        routed = self.apply(update)
+        if routed is None:
+            return None
+        merge_delta(state.total, routed[1])
+        choice.gathered = next(output for output in state.total.outputs if output.index == choice.index)
+        return state
+
     def give_up(self, request_id: int) -> tuple[RequestState, RequestOutput] | None:
         """After `apply` raised: ends the caller's whole request with an error; what still runs of it is in `to_abort`."""
         state = self._states.get(request_id)
@@ -198,6 +230,17 @@ class OutputProcessor:
     def states(self) -> list[RequestState]:
         """Every caller's request that is not finished, once each."""
         return list({id(state): state for state in self._states.values()}.values())
+
+
+def _is_only_tokens(update: RequestUpdate, state: RequestState) -> bool:
+    return (
+        update.finish_reason is None
+        and update.queue_seconds is None
+        and update.prefill_seconds is None
+        and update.prompt_logprobs is None
+        and update.error is None
+        and update.num_cached_tokens <= state.num_cached_tokens
+    )
 
 
 def merge_delta(total: RequestOutput, delta: RequestOutput) -> None:

@@ -5,12 +5,24 @@ index together.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from ..errors import PlanError
 from ..request import Request
 from .block_pool import BlockPool, PoolIntegrityError
 from .pending import PendingBlocks
 from .prefix_index import PrefixIndex
+
+
+class _Match(NamedTuple):
+    """What a request hit when it was looked at last, and what the index had seen by then."""
+
+    request_id: int
+    keys: list[bytes]
+    num_evictions: int
+    num_insertions: int
+    num_known: int
+    blocks: list[int]
 
 
 class KVCacheManager:
@@ -30,8 +42,7 @@ class KVCacheManager:
         self.pending = PendingBlocks()
         self.pool = BlockPool(num_blocks, block_size, on_evict=self.index.remove)
         self._unannounced: dict[int, Request] = {}  # requests that have something to announce, see announce_scheduled
-        # request id, evictions seen, insertions seen, known tokens, blocks
-        self._last_match: tuple[int, int, int, int, list[int]] = (-1, 0, 0, 0, [])
+        self._last_match = _Match(-1, [], 0, 0, 0, [])
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -45,25 +56,31 @@ class KVCacheManager:
 
     def hint(self, request: Request) -> int:
         """Tokens that a prefix hit would save now, for policies to look at."""
-        return len(self.index.match(request)) * self.block_size if self.can_match(request) else 0
+        return len(self.match(request)) * self.block_size if self.can_match(request) else 0
 
     def match(self, request: Request) -> list[int]:
         """Blocks of the request's longest cached prefix, not yet referenced: valid until the pool is next allocated
         from.
 
-        Asked every step for the request at the head of the queue: only what is new since the last time is looked up.
+        Asked every step for the request at the head of the queue, and one after the other for those that share a prefix:
+        only what is new since the last time is looked up.
         """
         if not self.can_match(request):
             return []
-        request_id, num_evictions, num_insertions, num_known, blocks = self._last_match
-        index = self.index
-        if request_id != request.request_id or num_evictions != index.num_evictions:
+        last, index, num_known = self._last_match, self.index, request.num_known_tokens
+        is_same = last.request_id == request.request_id
+        blocks = last.blocks
+        if last.num_evictions != index.num_evictions:
             blocks = []
-        elif num_insertions == index.num_insertions and num_known == request.num_known_tokens:
+        elif is_same and last.num_insertions == index.num_insertions and last.num_known == num_known:
             return blocks
+        elif not is_same:
+            count = min(len(blocks), (num_known - 1) // self.block_size)
+            blocks = blocks[:count] if last.keys[:count] == request.block_hashes[:count] else []
         blocks = blocks + index.match(request, start=len(blocks))
-        num_known = request.num_known_tokens
-        self._last_match = (request.request_id, index.num_evictions, index.num_insertions, num_known, blocks)
+        self._last_match = _Match(
+            request.request_id, request.block_hashes, index.num_evictions, index.num_insertions, num_known, blocks
+        )
         return blocks
 
     def awaited_key(self, request: Request) -> bytes | None:
@@ -148,13 +165,13 @@ class KVCacheManager:
         full = request.num_computed_tokens // self.block_size
         if self.enable_prefix_caching:
             self.index.extend_keys(request, full)
-            for i in range(request.num_hashed_blocks, full):
-                block = request.block_ids[i]
-                key = request.block_hashes[i]
-                if self.index.insert(key, block):
-                    self.pool.set_cached(block, True)
-                if i < request.num_announced_blocks:
-                    self.pending.confirm(request, key)
+            first, keys, pool = request.num_hashed_blocks, request.block_hashes, self.pool
+            insert = self.index.insert
+            for key, block in zip(keys[first:full], request.block_ids[first:full], strict=True):
+                if insert(key, block):
+                    pool.set_cached(block, True)
+            if first < request.num_announced_blocks:
+                self.pending.confirm(request, keys[first : min(full, request.num_announced_blocks)])
         request.num_hashed_blocks = full
 
     def release(self, request: Request, after: int | None) -> None:

@@ -10,6 +10,7 @@ those steps, whatever happens to the producer's turn, share or class afterwards.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from ..request import Request
 
@@ -21,7 +22,7 @@ class PendingBlocks:
     """
 
     def __init__(self) -> None:
-        self._producers: dict[bytes, list[Request]] = {}
+        self._producers: dict[bytes, tuple[Request, ...]] = {}
         self._waiters: dict[bytes, dict[int, Request]] = {}
         self._awaited: dict[int, bytes] = {}  # request -> the key that it waits for
         self._released: list[Request] = []
@@ -42,8 +43,11 @@ class PendingBlocks:
 
     def announce(self, request: Request, keys: Sequence[bytes]) -> None:
         """The request has just had the blocks with these keys put into a step."""
+        producers, alone = self._producers, (request,)
         for key in keys:
-            self._producers.setdefault(key, []).append(request)
+            others = producers.setdefault(key, alone)
+            if others is not alone:
+                producers[key] = others + alone
 
     def is_pending(self, key: bytes) -> bool:
         """Whether the block is being computed."""
@@ -53,11 +57,8 @@ class PendingBlocks:
         """The last key of the unbroken run of pending ones in keys[start:stop] from its first; None when that is not
         pending.
         """
-        producers = self._producers
-        end = start
-        while end < stop and keys[end] in producers:
-            end += 1
-        return keys[end - 1] if end > start else None
+        count = len(list(takewhile(self._producers.__contains__, keys[start:stop])))
+        return keys[start + count - 1] if count else None
 
     def wait(self, request: Request, key: bytes) -> None:
         """The request waits for the block until it is confirmed or will not come. Raises KeyError when nobody computes
@@ -77,10 +78,13 @@ class PendingBlocks:
             if not waiters:
                 del self._waiters[key]
 
-    def confirm(self, request: Request, key: bytes) -> None:
-        """The request has delivered this block: it is in the prefix index now."""
-        self._remove(request, key)
-        self._release(key)
+    def confirm(self, request: Request, keys: Sequence[bytes]) -> None:
+        """The request has delivered these blocks: they are in the prefix index now."""
+        waiters = self._waiters
+        for key in keys:
+            self._remove(request, key)
+            if key in waiters:
+                self._release(key)
 
     def forget_producer(self, request: Request, keys: Sequence[bytes]) -> None:
         """The request will not deliver these blocks (aborted, failed). Whoever waits goes on waiting for one that others
@@ -123,10 +127,9 @@ class PendingBlocks:
         return wrong
 
     def _remove(self, request: Request, key: bytes) -> None:
-        producers = self._producers[key]
-        producers.remove(request)
-        if not producers:
-            del self._producers[key]
+        producers = self._producers.pop(key)
+        if len(producers) > 1:
+            self._producers[key] = tuple(other for other in producers if other is not request)
 
     def _release(self, key: bytes) -> None:
         for request in self._waiters.pop(key, {}).values():

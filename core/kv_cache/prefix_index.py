@@ -14,8 +14,10 @@ from __future__ import annotations
 import hashlib
 import secrets
 import struct
+from itertools import repeat, takewhile
 
 from ..request import Request
+from .block_pool import NULL_BLOCK
 
 SEED_BYTES = 32
 TOKEN_BYTES = 4
@@ -110,14 +112,12 @@ class PrefixIndex:
         blocks: list[int] = []
         if not self._blocks:
             return blocks
-        find, keys, place = self._blocks.get, request.block_hashes, start
+        keys, place = request.block_hashes, start
         while place < limit:
             self.extend_keys(request, min(limit, 2 * place + 1))
-            for key in keys[place:limit]:
-                block = find(key)
-                if block is None:
-                    return blocks
-                blocks.append(block)
+            blocks += takewhile(bool, map(self._blocks.get, keys[place:limit], repeat(NULL_BLOCK)))
+            if start + len(blocks) < min(limit, len(keys)):
+                break
             place = start + len(blocks)
         return blocks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +42,7 @@ def apply_edits(logits: Tensor, edits: Edits, history: History, pool: PenaltyPoo
         _ban(logits, at, ids, num_outputs.index_select(0, at) < thresholds)
     if edits.bias is not None:
         at, ids, values = edits.bias
-        logits.index_put_((at, ids), values, accumulate=True)
+        _flat(logits).scatter_add_(0, at * logits.shape[1] + ids, values)  # pairs are all different
     if edits.forced is not None:
         _force(logits, *edits.forced)
     if edits.penalties is not None:
@@ -49,9 +50,16 @@ def apply_edits(logits: Tensor, edits: Edits, history: History, pool: PenaltyPoo
 
 
 def _ban(logits: Tensor, at: Tensor, ids: Tensor, condition: Tensor) -> None:
-    """Adds minus infinity where the condition holds; adding lets pairs repeat."""
-    change = torch.zeros(condition.shape, dtype=logits.dtype, device=logits.device).masked_fill_(condition, NEVER)
-    logits.index_put_((at, ids), change, accumulate=True)
+    """Puts minus infinity where the condition holds. A minimum lets pairs repeat, some with the condition and some without;
+    an addition would too, but a GPU sorts the pairs for it."""
+    limit = torch.full(condition.shape, math.inf, dtype=logits.dtype, device=logits.device)
+    places = at * logits.shape[1] + ids
+    _flat(logits).scatter_reduce_(0, places, limit.masked_fill_(condition, NEVER), "amin")
+
+
+def _flat(logits: Tensor) -> Tensor:
+    """[E * V], over the same memory."""
+    return logits.view(-1)
 
 
 def _ban_words(logits: Tensor, edits: Edits, history: History, positions: Tensor, num_outputs: Tensor) -> None:

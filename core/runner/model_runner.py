@@ -330,6 +330,7 @@ class ModelRunner(Worker):
             history,
             self._pool,
             self._ops,
+            found=None if decoded is None else (decoded.best[: len(places)], decoded.token_ids[: len(places)]),
             overwrite=not plan.batch.logprob_rows,
             process=self._processing(plan, positions),
         )

@@ -53,13 +53,14 @@ def sample(
     pool: PenaltyPool,
     ops: OpTable,
     *,
+    found: tuple[Tensor, Tensor] | None = None,
     overwrite: bool = False,
     process: Callable[[Tensor], Tensor] | None = None,
 ) -> Drawn:
     """logits: float32 [S, V], kept as they are unless `overwrite` allows edits in place (a copy less when every row is
-    edited). process: the logits processors' work on the edited rows [E, V]. Updates the counts that penalties need with the
-    drawn tokens."""
-    best, token_ids = ops.argmax(logits)
+    edited). found: what the op `argmax` gives for them, where that is known. process: the logits processors' work on the
+    edited rows [E, V]. Updates the counts that penalties need with the drawn tokens."""
+    best, token_ids = ops.argmax(logits) if found is None else found
     faults = _not_finite(best)
     edited, edited_best = logits, best
     if batch.edits is not None:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from ..engine.wire import EngineStats
 
 
+_FINISHED = Status.FINISHED
+
+
 class Mechanism(SchedulingMechanism):
     """Everything runs on one thread. Any number of steps may be in flight; results come in plan order.
 
@@ -76,7 +79,7 @@ class Mechanism(SchedulingMechanism):
         updates = self.take_updates()
         for request, planned, row in zip(step.requests, step.rows, result.rows, strict=True):
             request.num_in_flight_steps -= 1
-            if request.status is Status.FINISHED:
+            if request.status is _FINISHED:
                 continue  # it ended while this step was in flight: what the step drew is nobody's
             update = self._confirm(request, planned, row)
             if update is not None:
@@ -90,6 +93,12 @@ class Mechanism(SchedulingMechanism):
         return updates
 
     # What the engine uses.
+
+    def catch_up(self) -> None:
+        """Does what was put off while planning, best while the device computes: the keys of blocks just scheduled. Whoever
+        needs them sooner makes them.
+        """
+        self.kv.announce_scheduled()
 
     def add(self, request: Request, waiting_for: WaitingReason | None = None) -> None:
         """Queues a new request. Raises RequestError when it is refused: 400 when it can never be served, 429 when the

@@ -103,9 +103,40 @@ class StepPlanBuilder(PlanBuilder):
         if before + num_tokens > len(blocks) * self._block_size:
             fresh = [self._kv.grow(request, before + num_tokens)]
         computes_known_tokens = bool(self._prefilling) and request.request_id in self._prefilling
+        self._forget_findings()
         self._place(request, before, num_tokens, num_tokens == wanted, fresh)
         if computes_known_tokens:
             self._kv.announce(request)
+
+    def schedule_decodes(self) -> int:
+        self._check_open()
+        kv, block_size, ref_counts = self._kv, self._block_size, self._ref_counts
+        leaving, prefilling = self._leaving, self._prefilling
+        self._forget_findings()
+        running = self._state.running.requests
+        for settled, request in enumerate(running):
+            if not self.budget.num_tokens:
+                return settled
+            num_outputs = len(request.output_token_ids) + request.num_placeholders
+            before = request.num_scheduled_tokens
+            wanted = len(request.prompt_token_ids) + num_outputs - before
+            if (
+                wanted == 0
+                or (request.num_placeholders and num_outputs >= request.max_tokens)
+                or request.request_id in leaving
+                or request.last_step_id == self._step_id
+            ):
+                continue  # as num_tokens_wanted says
+            place, used = divmod(before, block_size)
+            if wanted > 1 or request.request_id in prefilling or (used and ref_counts[request.block_ids[place]] > 1):
+                return settled
+            fresh = None
+            if place == len(request.block_ids):
+                if not kv.pool.num_free_blocks:
+                    return settled
+                fresh = [kv.grow(request, before + 1)]
+            self._place(request, before, 1, True, fresh)
+        return len(running)
 
     def is_scheduled(self, view: RequestView) -> bool:
         request = self._live.get(view.request_id)
@@ -153,6 +184,7 @@ class StepPlanBuilder(PlanBuilder):
                 num_computed_tokens=num_cached,
             )
         )
+        self._forget_findings()
         self._place(request, num_cached, num_tokens, num_cached + num_tokens == num_known, None)
         self._kv.announce(request)
 
@@ -288,8 +320,7 @@ class StepPlanBuilder(PlanBuilder):
     def _place(
         self, request: Request, before: int, num_tokens: int, reaches_end: bool, new_block_ids: list[list[int]] | None
     ) -> None:
-        """The row itself: counts, budget, callbacks."""
-        self._forget_findings()
+        """The row itself: counts, budget, callbacks. What was found out before no longer holds: see _forget_findings."""
         request.num_scheduled_tokens = before + num_tokens
         request.num_in_flight_steps += 1
         request.last_step_id = self._step_id

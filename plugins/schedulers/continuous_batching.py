@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from hotswap.core.contracts.hooks import hookimpl
 from hotswap.core.contracts.plan import StepPlan
-from hotswap.core.contracts.policy import RequestView
+from hotswap.core.contracts.policy import Policy, RequestView
 from hotswap.core.contracts.provider import Provider
 from hotswap.core.contracts.scheduler import PlanBuilder, Scheduler, SchedulerContext
 
@@ -22,7 +22,8 @@ class ContinuousBatching(Scheduler):
         plan = self.mechanism.begin_plan()
         self._shed()
         budget = plan.budget
-        for view in tuple(self.mechanism.running):
+        settled = plan.schedule_decodes() if type(self.policy).share is Policy.share else 0
+        for view in self.mechanism.running[settled:]:
             if budget.num_tokens == 0:
                 break
             wanted = plan.num_tokens_wanted(view)

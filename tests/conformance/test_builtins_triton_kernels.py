@@ -71,7 +71,18 @@ class TestInterpretedPenalize(Interpreted):
 
 
 class TestInterpretedDraw(Interpreted):
+    """A row with filters is sixteen programs, and each takes the interpreter a while: the checks of many rows are `full`.
+    tests/unit/test_triton_sampling.py has few rows of both."""
+
     op = "draw"
+
+    @pytest.mark.full
+    def test_draw_orders_equal_tokens_by_id(self) -> None:
+        super().test_draw_orders_equal_tokens_by_id()
+
+    @pytest.mark.full
+    def test_a_row_does_not_depend_on_its_batch(self) -> None:
+        super().test_a_row_does_not_depend_on_its_batch()
 
 
 class TestInterpretedGatherLogprobs(Interpreted):

@@ -131,7 +131,7 @@ def test_steps_never_wait_for_the_device(smollm2_path: Path) -> None:
         greedy(temperature=0.8, top_p=0.9, top_k=40, min_p=0.01, seed=2),
         greedy(repetition_penalty=1.1, frequency_penalty=0.2, presence_penalty=0.1),
         greedy(logprobs=5, prompt_logprobs=2),
-        greedy(logit_bias={"5": 2.0}, min_tokens=4, bad_words=["the"], ignore_eos=False),
+        greedy(logit_bias={5: 2.0}, min_tokens=4, bad_words=["the end"], ignore_eos=False),
         greedy(allowed_token_ids=list(range(100, 400))),
     ]
     prompts = make_prompts()

@@ -105,7 +105,7 @@ def memory_folder(tmp_path: Path) -> Iterator[Path]:
 def test_more_than_four_gigabytes_a_second_from_a_warm_page_cache(memory_folder: Path) -> None:
     """benchmarks/gpu/load.py measures the whole 16 GB; this is a guard."""
     block = torch.randint(0, 255, (256 << 20,), dtype=torch.uint8)
-    shards = [{f"w{n}.{k}": block for k in range(4)} for n in range(4)]
+    shards = [{f"w{n}.{k}": block.clone() for k in range(4)} for n in range(4)]
     with opened(folder_of(memory_folder, *shards)) as checkpoint:
         rates = []
         for _ in range(3):
@@ -133,7 +133,8 @@ def test_dummy_weights_of_eight_billion_parameters_take_half_a_second(tmp_path: 
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
     values = first["t0.weight"].float()
-    assert values.abs().max() <= AMPLITUDE * 1.004 and abs(values.mean().item()) < 1e-6  # ends are rounded to bfloat16
+    assert values.abs().max() <= AMPLITUDE * 1.004  # ends are rounded to bfloat16
+    assert abs(values.mean().item()) < AMPLITUDE * 2**-7  # torch draws in bfloat16 itself: a step of its 8 bits off
     assert values.std().item() == pytest.approx(AMPLITUDE / 3**0.5, rel=1e-2)
     assert seconds < 0.5
 

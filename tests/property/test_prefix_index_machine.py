@@ -152,8 +152,8 @@ class EmptySaltIsNone(PrefixIndex):
 class Parentless(PrefixIndex):
     """Keys of a block's own tokens only."""
 
-    def block_key(self, parent: bytes, token_ids: list[int]) -> bytes:
-        return super().block_key(b"", token_ids)
+    def block_key(self, parent: bytes, tokens: bytes) -> bytes:
+        return super().block_key(b"", tokens)
 
 
 @pytest.mark.parametrize("broken", [Saltless, Adapterless, EmptySaltIsNone, Parentless])

@@ -133,8 +133,9 @@ class UnconfirmedManager(KVCacheManager):
 class Deaf(PendingBlocks):
     """Does not notice that a block has come."""
 
-    def confirm(self, request: Request, key: bytes) -> None:
-        self._remove(request, key)
+    def confirm(self, request: Request, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._remove(request, key)
 
 
 class Unforgetting(PendingBlocks):
@@ -170,10 +171,13 @@ class Impatient(PendingBlocks):
 class Promising(KVCacheManager):
     """Counts blocks as being computed that no step holds yet."""
 
-    def announce(self, request: Request) -> None:
-        scheduled, request.num_scheduled_tokens = request.num_scheduled_tokens, request.num_known_tokens
-        super().announce(request)
-        request.num_scheduled_tokens = scheduled
+    def announce_scheduled(self) -> None:
+        scheduled = [(request, request.num_scheduled_tokens) for request in self._unannounced.values()]
+        for request, _ in scheduled:
+            request.num_scheduled_tokens = request.num_known_tokens
+        super().announce_scheduled()
+        for request, count in scheduled:
+            request.num_scheduled_tokens = count
 
 
 @pytest.mark.parametrize(

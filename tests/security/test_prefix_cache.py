@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,7 +98,9 @@ def test_s50_a_key_is_a_sha256_chain_from_a_secret_seed() -> None:
     index.extend_keys(request, 2)
     first, second = request.block_hashes
     assert len(first) == len(second) == hashlib.sha256().digest_size
-    assert second == index.block_key(first, [4, 5, 6, 7]) != index.block_key(index.root_key("", None), [4, 5, 6, 7])
+    tokens = struct.pack("<4I", 4, 5, 6, 7)
+    assert second == hashlib.sha256(first + tokens).digest() == index.block_key(first, tokens)
+    assert second != index.block_key(index.root_key("", None), tokens)
     again = fake_request(1, range(8))
     PrefixIndex(4, seed).extend_keys(again, 2)
     assert again.block_hashes == request.block_hashes
@@ -114,12 +117,22 @@ def test_s50_the_seed_is_another_one_in_every_engine(make_llm: Callable[..., LLM
         PrefixIndex(4, b"short")
 
 
-def test_s50_python_s_own_hash_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Token ids that Python hashes alike (-1 and -2 do) have different keys."""
-    assert hash(-1) == hash(-2)
+class Alike(int):
+    """A number whose hash is that of every other one."""
+
+    def __hash__(self) -> int:
+        return 7
+
+
+def test_s50_python_s_own_hash_takes_no_part() -> None:
+    """Token ids that Python hashes alike have different keys."""
+    assert hash(Alike(4)) == hash(Alike(5)) and hash((Alike(4),)) == hash((Alike(5),))
     index = PrefixIndex(1, b"s" * SEED_BYTES)
-    root = index.root_key("", None)
-    assert index.block_key(root, [-1]) != index.block_key(root, [-2])
+    requests = [fake_request(number, [Alike(4 + number)]) for number in range(2)]
+    for request in requests:
+        assert isinstance(request.prompt_token_ids[0], Alike)
+        index.extend_keys(request, 1)
+    assert requests[0].block_hashes != requests[1].block_hashes
 
 
 def test_s51_a_salt_keeps_prefixes_apart(make_llm: Callable[..., LLM]) -> None:

@@ -2,31 +2,23 @@
 
     LLM(folder, plugins=["tests/support/interpreted_gpu.py"])
 
-Its graphs run what was recorded again; results go where the recording left them, as a device's do.
+It has no graphs: a recording that Python ran again would ask the attention backend, which knows of the last step only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hotswap.core.contracts.hooks import hookimpl
-from hotswap.core.contracts.platform import DeviceGraph, MemorySnapshot, Platform, PlatformContext, PlatformProvider
+from hotswap.core.contracts.platform import MemorySnapshot, Platform, PlatformContext, PlatformProvider
 from hotswap.core.contracts.provider import DeviceInfo
 
 if TYPE_CHECKING:
     import torch
 
 
-class _Replay:
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.replay = run
-
-
 class InterpretedGpu(Platform):
-    is_asynchronous = False
-    supports_graphs = False
-
     def probe(self) -> DeviceInfo:
         return DeviceInfo(kind="cuda", name="Triton's interpreter", capability=(9, 0), memory_bytes=2**30)
 
@@ -50,10 +42,6 @@ class InterpretedGpu(Platform):
         import torch
 
         return torch.zeros(shape, dtype=dtype)
-
-    def capture(self, run: Callable[[], None]) -> DeviceGraph:
-        run()
-        return _Replay(run)
 
 
 def _build(context: PlatformContext) -> Platform:

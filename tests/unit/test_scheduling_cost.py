@@ -71,7 +71,7 @@ def test_each_block_is_hashed_once_in_a_life(monkeypatch: pytest.MonkeyPatch) ->
     num_keys = 0
     original = kv.index.block_key
 
-    def counted(parent: bytes, tokens: list[int]) -> bytes:
+    def counted(parent: bytes, tokens: bytes) -> bytes:
         nonlocal num_keys
         num_keys += 1
         return original(parent, tokens)

@@ -214,6 +214,8 @@ def test_ties_are_cut_by_id() -> None:
 def test_a_row_draws_alone_what_it_draws_in_a_batch() -> None:
     free = draws(rows_of("random", 3, 300))
     assert [free.row(place).found(False, 128)[0] for place in range(3)] == free.found(False, 128)
+    filtered = draws(rows_of("random", 3, 300), top_k=[40, ALWAYS, 7], top_p=[0.8, 0.6, OFF])
+    assert filtered.row(1).found(True, 256) == filtered.found(True, 256)[1:2]
 
 
 @pytest.mark.parametrize("ordered", [False, True])

@@ -24,7 +24,6 @@ from hotswap.core.contracts.provider import DeviceInfo
 from .decode_kernel import decode_kernel, merge_kernel
 from .prefill_kernel import prefill_kernel
 from .tuning import (
-    MAX_SPLITS,
     Packing,
     Shape,
     Sizes,
@@ -41,7 +40,7 @@ from .write_kernel import write_kernel
 
 _DIMENSIONS = ("block", "token", "head", "dim")
 _LOG2E = math.log2(math.e)
-_MERGED_AT_ONCE = 8
+_FEWEST_SPLITS = 8  # that a merge has room for, so that fewer of them need no other code
 _SMALLEST_SEARCH = 256  # requests that a prefill program looks at, so that batches of other sizes need no other code
 _INTERPRETED_SMS = 132
 
@@ -204,8 +203,7 @@ class TritonPagedAttention(AttentionBackend):
                 NUM_HEADS=layer.num_heads,
                 ROW_TOKENS=row_tokens,
                 MAX_TOKENS=plan.max_tokens,
-                MAX_SPLITS=MAX_SPLITS,
-                CHUNK=_MERGED_AT_ONCE,
+                MAX_SPLITS=max(_FEWEST_SPLITS, 1 << (splits - 1).bit_length()),
                 BLOCK_N=shape.block_n,
                 BLOCK_DV=padded(layer.head_dim_v),
                 DIM_V=layer.head_dim_v,

@@ -96,17 +96,18 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     """Grid (KV heads * HEAD_PARTS, requests, splits * TOKEN_PARTS). Rows: TOKENS tokens of HEADS heads each, HEADS of the
     GROUP query heads of a KV head. Serves requests with 1 .. MAX_TOKENS new tokens. partial [splits, partial_rows, H,
     DIM_V], stats [splits, partial_rows, H, 2] float32: sums, and (total, peak), of the row request * ROW_TOKENS + token."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0) // HEAD_PARTS
     first_head = tl.program_id(0) % HEAD_PARTS * HEADS
     request = tl.program_id(1)
     split = tl.program_id(2) // TOKEN_PARTS
     first_token = tl.program_id(2) % TOKEN_PARTS * TOKENS
+    # Older than the kernel before, which has waited for them: they may be read before the wait.
     start = tl.load(starts_ptr + request)
     queries = tl.load(starts_ptr + request + 1) - start
     length = tl.load(lengths_ptr + request)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if (queries > MAX_TOKENS) | (first_token >= queries):
         return
     first_key, first_tile, last_tile = tiles_of(length, queries, BLOCK_N, WINDOW)
@@ -206,15 +207,13 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     ROW_TOKENS: tl.constexpr,
     MAX_TOKENS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     DIM_V: tl.constexpr,
     WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (H, requests * ROW_TOKENS): the splits of one row of one head, in order, CHUNK at a time: what a row costs
-    follows from the splits that it has, not from those that it could have. MAX_SPLITS: a power of two."""
+    """Grid (H, requests * ROW_TOKENS): the splits of one row of one head, in order. MAX_SPLITS: a power of two."""
     head = tl.program_id(0)
     row = tl.program_id(1)
     request = row // ROW_TOKENS
@@ -237,17 +236,10 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     at = (part.to(tl.int64) * partial_rows + row) * NUM_HEADS + head
     total = tl.load(stats_ptr + at * 2, mask=used, other=0.0)
     peak = tl.load(stats_ptr + at * 2 + 1, mask=used, other=float("-inf"))
-    highest = tl.max(peak, 0)
-    total = tl.sum(total * tl.exp2(peak - highest), 0)
     dims = tl.arange(0, BLOCK_DV)
-    sums = tl.full([BLOCK_DV], 0.0, tl.float32)
-    for first in range(0, splits, CHUNK):
-        some = first + tl.arange(0, CHUNK)
-        there = some < splits
-        place = (some.to(tl.int64) * partial_rows + row) * NUM_HEADS + head
-        weight = tl.exp2(tl.load(stats_ptr + place * 2 + 1, mask=there, other=float("-inf")) - highest)
-        mask = there[:, None] & (dims < DIM_V)[None, :]
-        partial = tl.load(partial_ptr + place[:, None] * DIM_V + dims[None, :], mask=mask, other=0.0)
-        sums += tl.sum(partial * weight[:, None], 0)
-    merged = sums / total
+    sums = tl.load(
+        partial_ptr + at[:, None] * DIM_V + dims[None, :], mask=used[:, None] & (dims < DIM_V)[None, :], other=0.0
+    )
+    weight = tl.exp2(peak - tl.max(peak, 0))
+    merged = tl.sum(sums * weight[:, None], 0) / tl.sum(total * weight, 0)
     tl.store(out_ptr + ((start + token).to(tl.int64) * NUM_HEADS + head) * DIM_V + dims, merged, mask=dims < DIM_V)

@@ -79,12 +79,13 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
 ):
     """Grid (KV heads * HEAD_PARTS, an upper bound of the number of tiles). Rows: TOKENS tokens of HEADS heads each, HEADS of
     the GROUP query heads of a KV head."""
+    kv_head = tl.program_id(0) // HEAD_PARTS
+    first_head = tl.program_id(0) % HEAD_PARTS * HEADS
+    # Older than the kernel before, which has waited for them: they may be read before the wait.
+    request, tile, found = find_tile(starts_ptr, num_requests, tl.program_id(1), TOKENS, MIN_TOKENS, MAX_REQUESTS)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    kv_head = tl.program_id(0) // HEAD_PARTS
-    first_head = tl.program_id(0) % HEAD_PARTS * HEADS
-    request, tile, found = find_tile(starts_ptr, num_requests, tl.program_id(1), TOKENS, MIN_TOKENS, MAX_REQUESTS)
     if not found:
         return
     start = tl.load(starts_ptr + request)

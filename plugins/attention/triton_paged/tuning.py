@@ -18,7 +18,7 @@ SHARED_MEMORY = {
     "rocm": 64 * KIB,
 }
 MIN_ROWS = 16  # the smallest matrix that the matrix units take
-MAX_SPLITS = 64
+MAX_SPLITS = 32
 PROGRAMS_A_MULTIPROCESSOR = 3  # decode programs that run at once, by their shared memory
 MAX_DECODE_TOKENS = 8
 
@@ -169,13 +169,7 @@ def decode_tokens(packing: Packing) -> int:
 def split_plan(programs: int, multiprocessors: int, max_tiles: int) -> tuple[int, int]:
     """(splits, fewest tiles of a split) for `programs` rows times KV heads and contexts of up to max_tiles tiles.
 
-    Few programs: splits fill the card once, however short they get. More of them: twice, so that a long context
-    among short ones is spread out; but a split must be long enough to be worth its merge. Independent of the contexts
-    themselves, since a graph's launches are fixed.
+    As many as can run at once: a second round of them costs more than it evens out. Independent of the contexts themselves,
+    since a graph's launches are fixed.
     """
-    waves = min(2, max(1, programs // 16))
-    min_tiles = min(16, max(1, programs // 64))
-    splits = min(
-        multiprocessors * PROGRAMS_A_MULTIPROCESSOR * waves // programs, MAX_SPLITS, -(-max_tiles // min_tiles)
-    )
-    return max(1, splits), min_tiles
+    return max(1, min(multiprocessors * PROGRAMS_A_MULTIPROCESSOR // programs, MAX_SPLITS, max_tiles)), 1
