@@ -154,6 +154,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def check_token_ids(self, logits_width: int) -> None:
         """Every token id against the width of a logits row (S-39). Raises RequestError naming the field and the id."""
+        if not (self.stop_token_ids or self.allowed_token_ids or self.logit_bias or self.bad_words_token_ids):
+            return
         fields: list[tuple[str, Iterable[int]]] = [
             ("stop_token_ids", self.stop_token_ids),
             ("allowed_token_ids", self.allowed_token_ids or ()),

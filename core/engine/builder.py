@@ -73,7 +73,8 @@ class EngineBuilder:
         self._model_info = ModelInfo(
             self._checkpoint.config, architecture, dtype, _vocab_size(self._checkpoint.config), 0, window
         )
-        model = self._model(platform, architecture, dtype, window)
+        with guard_part("weights", self._memory, platform, self._config, self._checkpoint.total_bytes or None):
+            model = self._model(platform, architecture, dtype, window)
         specs = self._cache_specs(model)
         groups = group_layers(specs)
         if len(groups) != 1:

@@ -235,8 +235,7 @@ class OutputProcessor:
 def _is_only_tokens(update: RequestUpdate, state: RequestState) -> bool:
     return (
         update.finish_reason is None
-        and update.queue_seconds is None
-        and update.prefill_seconds is None
+        and update.queue_seconds is None  # nor prefill_seconds: they come together
         and update.prompt_logprobs is None
         and update.error is None
         and update.num_cached_tokens <= state.num_cached_tokens

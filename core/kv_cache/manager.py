@@ -41,7 +41,8 @@ class KVCacheManager:
         self.index = PrefixIndex(block_size, prefix_seed)
         self.pending = PendingBlocks()
         self.pool = BlockPool(num_blocks, block_size, on_evict=self.index.remove)
-        self._unannounced: dict[int, Request] = {}  # requests that have something to announce, see announce_scheduled
+        self._unannounced: dict[int, Request] = {}  # requests that have something to announce
+        self._first_unannounced: set[bytes] = set()  # keys, see announce
         self._last_match = _Match(-1, [], 0, 0, 0, [])
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -68,15 +69,14 @@ class KVCacheManager:
         if not self.can_match(request):
             return []
         last, index, num_known = self._last_match, self.index, request.num_known_tokens
-        is_same = last.request_id == request.request_id
         blocks = last.blocks
         if last.num_evictions != index.num_evictions:
             blocks = []
-        elif is_same and last.num_insertions == index.num_insertions and last.num_known == num_known:
-            return blocks
-        elif not is_same:
+        elif last.request_id != request.request_id:
             count = min(len(blocks), (num_known - 1) // self.block_size)
             blocks = blocks[:count] if last.keys[:count] == request.block_hashes[:count] else []
+        elif last.num_insertions == index.num_insertions and last.num_known == num_known:
+            return blocks
         blocks = blocks + index.match(request, start=len(blocks))
         self._last_match = _Match(
             request.request_id, request.block_hashes, index.num_evictions, index.num_insertions, num_known, blocks
@@ -87,37 +87,55 @@ class KVCacheManager:
         """The last block of those that the request lacks next and that are being computed for somebody else; None when it
         would have to compute the next one itself.
         """
-        self.announce_scheduled()
-        if not len(self.pending) or not self.can_match(request):
+        if not (len(self.pending) or self._unannounced) or not self.can_match(request):
             return None
         start, limit = len(self.match(request)), (request.num_known_tokens - 1) // self.block_size
         if start >= limit:
             return None
         self.index.extend_keys(request, start + 1)
-        if not self.pending.is_pending(request.block_hashes[start]):
+        key = request.block_hashes[start]
+        if not self.pending.is_pending(key) and key not in self._first_unannounced:
             return None
+        self.announce_scheduled()
         self.index.extend_keys(request, limit)
         return self.pending.last_pending(request.block_hashes, start, limit)
 
     def announce(self, request: Request) -> None:
-        """Full blocks among the known tokens that are scheduled so far count as being computed."""
-        if self.enable_prefix_caching:
-            self._unannounced[request.request_id] = request
+        """Full blocks among the known tokens that are scheduled so far count as being computed.
+
+        For now the key of the first that the index lacks is enough: only whoever lacks that block too could wait for any of
+        them, as long as nothing is indexed. The others are made by `announce_scheduled`.
+        """
+        place, full = self._to_announce(request)
+        if place >= full or not self.enable_prefix_caching:
+            return
+        self._unannounced[request.request_id] = request
+        while place < full:
+            self.index.extend_keys(request, place + 1)
+            key = request.block_hashes[place]
+            if not self.index.has(key):
+                self._first_unannounced.add(key)
+                break
+            place += 1
+
+    def _to_announce(self, request: Request) -> tuple[int, int]:
+        full = min(request.num_scheduled_tokens, request.num_known_tokens) // self.block_size
+        return max(request.num_announced_blocks, request.num_hashed_blocks), full
 
     def announce_scheduled(self) -> None:
-        """Makes the keys of what was said to `announce`. It is done before anybody is looked at who may wait for them, and
-        can be done sooner: best while the device computes.
+        """Makes the keys of what was said to `announce`. Done before the next plan, or in this one when somebody waits for
+        one of them; best while the device computes.
         """
         if not self._unannounced:
             return
         for request in self._unannounced.values():
-            full = min(request.num_scheduled_tokens, request.num_known_tokens) // self.block_size
-            first = max(request.num_announced_blocks, request.num_hashed_blocks)
+            first, full = self._to_announce(request)
             if full > first:
                 self.index.extend_keys(request, full)
                 self.pending.announce(request, request.block_hashes[first:full])
                 request.num_announced_blocks = full
         self._unannounced.clear()
+        self._first_unannounced.clear()
 
     def withdraw(self, request: Request) -> None:
         """Whatever the request has announced and not delivered will not come."""

@@ -38,7 +38,8 @@ class PrefixIndex:
         self.num_insertions = 0  # grows whenever one is added: an earlier match may then be too short
         self._seed = hashlib.sha256(seed if seed is not None else secrets.token_bytes(SEED_BYTES)).digest()
         self._root: tuple[tuple[str, str | None], bytes] = ("", None), self.root_key("", None)  # the one asked for last
-        self._recent: tuple[bytes, list[int], list[bytes]] = b"", [], []  # the last prompt to make keys: root, tokens, keys
+        # The last prompt to make keys: root, tokens, keys.
+        self._recent: tuple[bytes, list[int], list[bytes]] = b"", [], []
         self._blocks: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
 
@@ -114,12 +115,17 @@ class PrefixIndex:
             return blocks
         keys, place = request.block_hashes, start
         while place < limit:
-            self.extend_keys(request, min(limit, 2 * place + 1))
-            blocks += takewhile(bool, map(self._blocks.get, keys[place:limit], repeat(NULL_BLOCK)))
-            if start + len(blocks) < min(limit, len(keys)):
+            if place >= len(keys):
+                self.extend_keys(request, min(limit, 2 * place + 1))
+            if keys[place] not in self._blocks:
                 break
+            blocks += takewhile(bool, map(self._blocks.get, keys[place:limit], repeat(NULL_BLOCK)))
             place = start + len(blocks)
         return blocks
+
+    def has(self, key: bytes) -> bool:
+        """Whether a block of this content is indexed."""
+        return key in self._blocks
 
     def insert(self, key: bytes, block: int) -> bool:
         """Indexes a computed block. False when its content is indexed already, under another block: that one is

@@ -10,6 +10,7 @@ the device (the op `step_inputs`). One slot more than there are seats takes what
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -122,7 +123,7 @@ class InputBatch:
             return []
         added = [self._seat(new) for new in news]
         slots = np.array([request.slot for request in added], dtype=np.int64)
-        tokens = [np.array(new.token_ids, dtype=np.int32) for new in news]
+        tokens = [np.frombuffer(array("i", new.token_ids), dtype=np.int32) for new in news]
         places = np.concatenate([s * self.stride + np.arange(len(t)) for s, t in zip(slots, tokens, strict=True)])
         facts = np.array([[new.num_computed_tokens, new.num_prompt_tokens] for new in news], dtype=np.int64)
         up = self._transfers.array

@@ -59,6 +59,7 @@ class Mechanism(SchedulingMechanism):
     def begin_plan(self) -> StepPlanBuilder:
         if self._builder is not None and not self._builder.built:
             raise PlanError("the previous plan was not built")
+        self.catch_up()
         self._builder = StepPlanBuilder(self._state)
         return self._builder
 

@@ -171,6 +171,8 @@ class SchedulingState:
 
     def num_blocks_reserved(self) -> int:
         """Blocks that running requests still need for tokens known today. O(requests in prefill)."""
+        if not self.prefilling:
+            return 0
         return sum(self.kv.num_blocks_for(r.num_known_tokens) - len(r.block_ids) for r in self.prefilling.values())
 
     def num_blocks_coming(self) -> int:

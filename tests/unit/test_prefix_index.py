@@ -129,7 +129,7 @@ def test_a_match_computes_few_keys_beyond_its_end(monkeypatch: pytest.MonkeyPatc
     assert PrefixIndex(4, SEED).match(fake_request(4, [7] * 401)) == []
 
 
-@pytest.mark.parametrize("num_equal", range(0, 22))
+@pytest.mark.parametrize("num_equal", range(22))
 @pytest.mark.parametrize("step", [1, 2, 9])
 def test_keys_taken_over_from_the_prompt_before_are_the_keys(num_equal: int, step: int) -> None:
     """However far the tokens agree, and in however many calls the keys are asked for."""

@@ -101,7 +101,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     request = tl.program_id(1)
     split = tl.program_id(2) // TOKEN_PARTS
     first_token = tl.program_id(2) % TOKEN_PARTS * TOKENS
-    # Older than the kernel before, which has waited for them: they may be read before the wait.
+    # Written before the embedding, which is no dependent launch: they may be read before the wait.
     start = tl.load(starts_ptr + request)
     queries = tl.load(starts_ptr + request + 1) - start
     length = tl.load(lengths_ptr + request)

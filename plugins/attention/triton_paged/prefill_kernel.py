@@ -81,7 +81,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     the GROUP query heads of a KV head."""
     kv_head = tl.program_id(0) // HEAD_PARTS
     first_head = tl.program_id(0) % HEAD_PARTS * HEADS
-    # Older than the kernel before, which has waited for them: they may be read before the wait.
+    # Written before the embedding, which is no dependent launch: they may be read before the wait.
     request, tile, found = find_tile(starts_ptr, num_requests, tl.program_id(1), TOKENS, MIN_TOKENS, MAX_REQUESTS)
     if PDL:
         tl.extra.cuda.gdc_wait()
