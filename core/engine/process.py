@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -228,6 +229,9 @@ def _serve(
     setup: EngineSetup, link: FrontLink, manager: PluginManager, engine: AssembledEngine, parent: ParentWatch
 ) -> int:
     """The loop, from the first message to the last; the exit status."""
+    # This process is the engine's own, and each step makes and drops a few objects a request: at Python's thresholds the
+    # collector would look for garbage among them several times a step.
+    gc.set_threshold(50_000, 20, 50)
     loop = EngineLoop(engine, link)
     parent.ask_first(loop.stop)
     heartbeat = HeartbeatThread(setup.output_address, loop.stalled_seconds, [parent.thread])

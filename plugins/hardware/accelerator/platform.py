@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,7 @@ class AcceleratorPlatform(Platform):
         self._deterministic = deterministic
         self._logger = logger
         self._graph_pool: Any = None  # torch's opaque handle
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # those of the pool that are alive
         self._capture_stream: torch.cuda.Stream | None = None
 
     def probe(self) -> DeviceInfo:
@@ -126,6 +128,7 @@ class AcceleratorPlatform(Platform):
         """
         if self._capture_stream is None:
             self._capture_stream = torch.cuda.Stream(self._index)  # type: ignore[no-untyped-call]
+        if not self._graphs:  # a pool ends with its last graph, and torch does not open it again
             self._graph_pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         self.synchronize()
@@ -150,6 +153,7 @@ class AcceleratorPlatform(Platform):
         finally:
             if collects:
                 gc.enable()
+        self._graphs.add(graph)
         return graph
 
     def synchronize(self) -> None:
