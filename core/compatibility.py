@@ -99,6 +99,7 @@ def active_features(
         "tokenizer": model.tokenizer is not None,
         "prefix_caching": cache.enable_prefix_caching,
         "chunked_prefill": scheduler.enable_chunked_prefill,
+        "deterministic": config.deterministic,
     }
     return {name for name, on in conditions.items() if on} | {f"{kind}={name}" for kind, name in plugins}
 

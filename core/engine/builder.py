@@ -30,6 +30,7 @@ from ..contracts.victim import VictimContext, VictimRule
 from ..errors import ModelLoadError, UsageError
 from ..kv_cache.manager import KVCacheManager
 from ..layers.ops import OpTable
+from ..layers.reference import ReferenceLinear
 from ..plugin_manager import PluginManager, Suits
 from ..runner.kv_cache import CacheGroup, CachePlan, MemoryTable, group_layers
 from ..runner.memory_report import guard_part
@@ -196,6 +197,11 @@ class EngineBuilder:
         torch_dtype = getattr(torch, dtype)
         activation_dtype = platform.activation_dtype(dtype)
         ops = self._ops = self._choose_ops(activation_dtype)
+        if self._config.deterministic and platform.is_asynchronous and isinstance(ops.linear, ReferenceLinear):
+            raise UsageError(
+                "--deterministic: no kernel of this device's multiplies the same way for every batch size (torch's own products"
+                " do not); install one (pip install 'hotswap[triton]') or leave --deterministic out"
+            )
         hf_config = self._checkpoint.config
         quantization: QuantizationMethod = self._manager.build(
             "quantization",

@@ -12,6 +12,7 @@ from ..contracts.executor import Worker
 from ..contracts.model import Model
 from ..contracts.platform import Platform
 from ..layers.ops import OpTable
+from ..runner.graphs import decode_sizes
 from ..runner.kv_cache import CacheGroup, CachePlan, MemoryTable, allocate_cache, plan_cache
 from ..runner.largest_step import LargestStep
 from ..runner.memory_report import guard_part
@@ -85,6 +86,12 @@ class WorkerBuilder:
                     taken = platform.peak_bytes(lambda tokens=num_tokens, rows=rows: step.run(tokens, rows))  # type: ignore[misc]
                     self._memory.add(part, taken)
                     total += taken
+        if self._max_graph_tokens:
+            # Each decode graph keeps its logits, in float32, apart from what the pool shares.
+            rows = sum(decode_sizes(min(limits.max_num_seqs, self._max_graph_tokens)))
+            kept = 4 * rows * self._logits_width
+            self._memory.add("graphs' logits", kept)
+            total += kept
         self._seconds["largest step"] = time.monotonic() - started
         return total
 

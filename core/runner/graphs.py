@@ -80,7 +80,8 @@ class _Captured:
 
 
 class GraphRunner:
-    """Owns the persistent buffers and the graphs over them. max_tokens: of a `forward` step, 0: none of those."""
+    """Owns the persistent buffers and the graphs over them. max_rows: of a `decode` step. max_tokens: of a `forward` step, 0:
+    none of those."""
 
     def __init__(
         self,
@@ -92,6 +93,7 @@ class GraphRunner:
         transfers: Transfers,
         *,
         max_model_len: int,
+        max_rows: int,
         max_tokens: int,
     ) -> None:
         self._model = model
@@ -101,7 +103,7 @@ class GraphRunner:
         self._platform = platform
         self._transfers = transfers
         self._max_model_len = max_model_len
-        self._decode_sizes = decode_sizes(batch.max_num_seqs)
+        self._decode_sizes = decode_sizes(max_rows)
         self._forward_sizes = forward_sizes(max_tokens, batch.max_num_seqs) if max_tokens else []
         self._max_rows = batch.max_num_seqs
         tokens = max(self._max_rows, max_tokens)
@@ -166,6 +168,7 @@ class GraphRunner:
     ) -> _Captured:
         self._prepare(buffers, max_query_len)
         run()  # compiles kernels and lets libraries make their workspaces: neither may happen during a capture
+        found.clear()  # a run's logits are large, and only the recording's are ever read
         graph = self._platform.capture(run)
         return _Captured(graph, found)
 

@@ -161,6 +161,7 @@ class ModelRunner(Worker):
             self._platform,
             self._transfers,
             max_model_len=self._limits.max_model_len,
+            max_rows=min(self._limits.max_num_seqs, self._limits.max_graph_tokens),
             max_tokens=self._limits.max_graph_tokens if able == {"any"} else 0,
         )
         graphs.capture(progress)
@@ -235,10 +236,12 @@ class ModelRunner(Worker):
 
     def shutdown(self) -> None:
         self._reset()
-        if self._platform is not None:
-            self._platform.synchronize()
-        self._graphs = None
-        self._caches.clear()
+        try:
+            if self._platform is not None:
+                self._platform.synchronize()
+        finally:  # after a fault of the device, too
+            self._graphs = None
+            self._caches.clear()
 
     # Requests.
 
@@ -310,15 +313,16 @@ class ModelRunner(Worker):
         rows, places = pending.rows, pending.places
         plan = self._sampling_plan([rows.requests[place] for place in places], masks)
         decoded = pending.decoded
-        if decoded is not None and plan.is_plain:  # the graph has written the tokens already
-            outcome.is_plain = True
-            outcome.drawn = self._transfers.download(decoded.token_ids[: len(places)], decoded.best[: len(places)])
-            return
-        logits = self._model.logits(pending.hidden) if decoded is None else decoded.logits[: len(places)]
+        logits = self._model.logits(pending.hidden) if decoded is None else decoded.logits
         if logits.shape[1] != self._limits.logits_width:
             raise RuntimeError(
                 f"the model gives {logits.shape[1]} logits a row, {self._limits.logits_width} were announced"
             )
+        if decoded is not None and plan.is_plain:  # the graph has written the tokens already
+            outcome.is_plain = True
+            outcome.drawn = self._transfers.download(decoded.token_ids[: len(places)], decoded.best[: len(places)])
+            return
+        logits = logits[: len(places)]
         positions = pending.buffers.seq_lens[: len(rows.requests)].to(torch.int64)
         if len(places) != len(rows.requests):
             positions = positions.index_select(0, self._transfers.upload(places, torch.int64))

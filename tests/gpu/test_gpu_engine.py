@@ -64,7 +64,7 @@ def test_greedy_float32_equals_transformers(alone: list[list[int]], smollm2_orac
 MODES: dict[str, dict[str, Any]] = {
     "together": {},
     "eager": {"enforce_eager": True},
-    "no forward graphs": {"max_graph_tokens": 1},
+    "hardly any graphs": {"max_graph_tokens": 1},
     "synchronous": {"async_scheduling": False},
     "small chunks": {"max_num_batched_tokens": 48},
     "deterministic": {"deterministic": True},

@@ -218,7 +218,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(1)
     request = row // ROW_TOKENS
     token = row % ROW_TOKENS
-    # Older than the decode kernel, which has waited for them: they may be read before the wait.
+    # Written before the embedding, which is no dependent launch: they may be read before the wait.
     start = tl.load(starts_ptr + request)
     queries = tl.load(starts_ptr + request + 1) - start
     length = tl.load(lengths_ptr + request)

@@ -4,6 +4,9 @@ Programmatic dependent launch (PDL): on Hopper and later a kernel's programs may
 runs. A kernel launched so must wait (`tl.extra.cuda.gdc_wait()`) before it touches anything but weights; one that also
 says `gdc_launch_dependents()` early lets the next one do the same. Since every kernel here waits in every program, a
 kernel that has ended implies that all before it have.
+
+Attention also reads early what was written before the embedding (lengths, tables): that is an ordinary launch, behind
+which everything before it has ended. A dependent launch in its place would break this.
 """
 
 from __future__ import annotations

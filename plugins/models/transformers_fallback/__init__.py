@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from hotswap.core.contracts.hooks import hookimpl
 from hotswap.core.contracts.model import Model, ModelContext, ModelProvider
+from hotswap.core.contracts.provider import CompatibilityRow
 
 
 def _build(context: ModelContext) -> Model:
@@ -31,5 +32,13 @@ def hotswap_model() -> Iterator[ModelProvider]:
         build=_build,
         fallback=True,
         unavailable=_unavailable,
+        combines=(
+            CompatibilityRow(
+                "model=transformers",
+                "deterministic",
+                False,
+                "--deterministic: this model runs in transformers' own code, whose products depend on the batch; leave it out",
+            ),
+        ),
         summary="Any other causal language model of transformers: its modelling code, this engine's attention.",
     )
