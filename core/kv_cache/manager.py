@@ -15,9 +15,11 @@ from .prefix_index import PrefixIndex
 
 
 class _Match(NamedTuple):
-    """What a request hit when it was looked at last, and what the index had seen by then."""
+    """What a request hit when it was looked at last, and what the index had seen by then.
 
-    request_id: int
+    keys: the request's own list, which says whose match it is; an id may come again.
+    """
+
     keys: list[bytes]
     num_evictions: int
     num_insertions: int
@@ -43,7 +45,7 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks, block_size, on_evict=self.index.remove)
         self._unannounced: dict[int, Request] = {}  # requests that have something to announce
         self._first_unannounced: set[bytes] = set()  # keys, see announce
-        self._last_match = _Match(-1, [], 0, 0, 0, [])
+        self._last_match = _Match([], 0, 0, 0, [])
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -72,15 +74,13 @@ class KVCacheManager:
         blocks = last.blocks
         if last.num_evictions != index.num_evictions:
             blocks = []
-        elif last.request_id != request.request_id:
+        elif last.keys is not request.block_hashes:
             count = min(len(blocks), (num_known - 1) // self.block_size)
             blocks = blocks[:count] if last.keys[:count] == request.block_hashes[:count] else []
         elif last.num_insertions == index.num_insertions and last.num_known == num_known:
             return blocks
         blocks = blocks + index.match(request, start=len(blocks))
-        self._last_match = _Match(
-            request.request_id, request.block_hashes, index.num_evictions, index.num_insertions, num_known, blocks
-        )
+        self._last_match = _Match(request.block_hashes, index.num_evictions, index.num_insertions, num_known, blocks)
         return blocks
 
     def awaited_key(self, request: Request) -> bytes | None:

@@ -185,6 +185,16 @@ def test_s40_the_engine_checks_again(change: dict[str, Any]) -> None:
     assert update.error_param == ("bad_words" if "bad_words_token_ids" in change else next(iter(change)))
 
 
+@pytest.mark.parametrize("token_id", [-1, 320, 2**32 + 80, 2**70, 1.5, "a", None])
+def test_s39_the_engine_checks_prompts(token_id: Any) -> None:
+    """Offline nobody else does: `LLM` leaves it to the engine in its process."""
+    core = EngineCore.__new__(EngineCore)
+    core._logits_width = 320
+    update = core.add_request(EngineRequest(1, [80, token_id], SamplingParams(max_tokens=1), 0.0))
+    assert update is not None and update.finish_reason == "error" and update.error_status == 400
+    assert update.error_param == "prompt"
+
+
 @every_route
 def test_s41_min_tokens_against_the_filled_in_maximum(make_api: Callable[..., Any], route: str) -> None:
     api = make_api(FakeEngine(lambda prompt, choice: [80] * 100, max_model_len=64))

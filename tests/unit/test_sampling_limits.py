@@ -8,7 +8,7 @@ from hotswap.core.clock import ManualClock
 from hotswap.core.engine.input_processor import MAX_BAD_WORD_TOKENS, InputLimits, InputProcessor
 from hotswap.core.engine.wire import EngineInfo
 from hotswap.core.errors import RequestError
-from hotswap.core.sampling_params import MAX_ALLOWED_TOKEN_IDS, SamplingParams
+from hotswap.core.sampling_params import _CONTAINERS, MAX_ALLOWED_TOKEN_IDS, SamplingParams
 from hotswap.core.testing.fake_engine import byte_tokenizer
 
 
@@ -31,3 +31,9 @@ def test_bad_words_are_bounded_in_tokens() -> None:
     with pytest.raises(RequestError, match=f"at most {MAX_BAD_WORD_TOKENS}") as refusal:
         inputs.process([1], SamplingParams(bad_words=["\u4e00" * 200], max_tokens=4))
     assert (refusal.value.param, refusal.value.status) == ("bad_words", 400)
+
+
+def test_clone_knows_every_container() -> None:
+    """A list that it did not copy would be shared by two requests."""
+    types = SamplingParams.__annotations__
+    assert set(_CONTAINERS) == {name for name, kind in types.items() if str(kind).startswith(("list", "dict"))}
