@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import msgspec
@@ -74,7 +75,7 @@ class EngineBuilder:
         self._model_info = ModelInfo(
             self._checkpoint.config, architecture, dtype, _vocab_size(self._checkpoint.config), 0, window
         )
-        with guard_part("weights", self._memory, platform, self._config, self._checkpoint.total_bytes or None):
+        with self._guarded_weights(platform):
             model = self._model(platform, architecture, dtype, window)
         specs = self._cache_specs(model)
         groups = group_layers(specs)
@@ -90,22 +91,10 @@ class EngineBuilder:
         processors = self._processors()
         observers = self._observers()
         self._refuse_combinations(dtype)
-        with guard_part("weights", self._memory, platform, self._config, self._checkpoint.total_bytes or None):
+        with self._guarded_weights(platform):
             self._load_weights(model, platform)
         limits = self._limits(window, model)
-        device_side = WorkerBuilder(
-            self._config,
-            platform,
-            model,
-            self._ops,
-            groups,
-            backends,
-            limits,
-            self._model_info.logits_width,
-            self._memory,
-            self._seconds,
-            self._report,
-        )
+        device_side = self._device_side(platform, model, groups, backends, limits)
         cache_plan = device_side.plan_cache()
         kv = KVCacheManager(
             cache_plan.num_blocks, cache_plan.block_size, enable_prefix_caching=self._config.cache.enable_prefix_caching
@@ -289,6 +278,31 @@ class EngineBuilder:
             "scheduler", self._context(SchedulerContext, mechanism=mechanism, policy=policy, victim=victim)
         )
         return scheduler
+
+    def _guarded_weights(self, platform: Platform) -> AbstractContextManager[None]:
+        return guard_part("weights", self._memory, platform, self._config, self._checkpoint.total_bytes or None)
+
+    def _device_side(
+        self,
+        platform: Platform,
+        model: Model,
+        groups: Sequence[CacheGroup],
+        backends: Sequence[AttentionBackend],
+        limits: SchedulingLimits,
+    ) -> WorkerBuilder:
+        return WorkerBuilder(
+            self._config,
+            platform,
+            model,
+            self._ops,
+            groups,
+            backends,
+            limits,
+            self._model_info.logits_width,
+            self._memory,
+            self._seconds,
+            self._report,
+        )
 
     def _load_weights(self, model: Model, platform: Platform) -> None:
         started = time.monotonic()

@@ -105,11 +105,10 @@ class GraphRunner:
         self._max_model_len = max_model_len
         self._decode_sizes = decode_sizes(max_rows)
         self._forward_sizes = forward_sizes(max_tokens, batch.max_num_seqs) if max_tokens else []
-        self._max_rows = batch.max_num_seqs
-        tokens = max(self._max_rows, max_tokens)
+        most = batch.max_num_seqs
+        self._rows = torch.zeros(2 * most + 1, dtype=torch.int32, device=batch.device)
         widths = [batch.max_blocks for _ in batch.tables]
-        self._buffers = StepBuffers.allocate(self._max_rows, tokens, widths, batch.device)
-        self._rows = torch.zeros(2 * self._max_rows + 1, dtype=torch.int32, device=batch.device)
+        self._buffers = StepBuffers.allocate(self._rows[:most], self._rows[most:], max(most, max_tokens), widths)
         self._last_rows: tuple[int, list[int]] = (0, [])
         self._decode: dict[int, _Captured] = {}
         self._forward: dict[tuple[int, int], _Captured] = {}
@@ -130,9 +129,8 @@ class GraphRunner:
                 progress(done, self.num_graphs)
 
     def _persistent(self, num_rows: int, num_tokens: int) -> StepBuffers:
-        buffers = self._buffers.part(num_rows, num_tokens)
-        buffers.slots = self._rows[:num_rows]
-        buffers.starts = self._rows[num_rows : 2 * num_rows + 1]
+        slots, starts = self._rows[:num_rows], self._rows[num_rows : 2 * num_rows + 1]
+        buffers = self._buffers.part(slots, starts, num_tokens)
         self._upload(num_rows, [self._batch.max_num_seqs] * num_rows + [0] * (num_rows + 1))
         return buffers
 
@@ -197,13 +195,8 @@ class GraphRunner:
         if decode:
             at = bisect_left(self._decode_sizes, num_rows)
             return self._decode[self._decode_sizes[at]] if at < len(self._decode_sizes) else None
-        at = bisect_left(self._forward_sizes, (rows.num_tokens, 0))
-        while at < len(self._forward_sizes):
-            size = self._forward_sizes[at]
-            if num_rows <= size[1]:
-                return self._forward[size]
-            at += 1
-        return None
+        large_enough = self._forward_sizes[bisect_left(self._forward_sizes, (rows.num_tokens, 0)) :]
+        return next((self._forward[size] for size in large_enough if num_rows <= size[1]), None)
 
     def _upload(self, num_rows: int, packed: Sequence[int]) -> None:
         """Decode steps repeat slots and starts of the step before: then nothing is copied."""

@@ -196,13 +196,13 @@ class InputBatch:
 
     def lay_out(self, rows: StepRows) -> StepBuffers:
         """A step's inputs in new tensors: T tokens, R rows."""
-        buffers = StepBuffers.allocate(len(rows.requests), rows.num_tokens, rows.widths, self.device)
         packed = [request.slot for request in rows.requests] + rows.starts
         if packed != self._last_rows:
             self._last_rows = packed
             self._last_upload = self._transfers.upload(packed, torch.int32)
         num_rows = len(rows.requests)
-        buffers.slots, buffers.starts = self._last_upload[:num_rows], self._last_upload[num_rows:]
+        slots, starts = self._last_upload[:num_rows], self._last_upload[num_rows:]
+        buffers = StepBuffers.allocate(slots, starts, rows.num_tokens, rows.widths)
         self.fill(buffers)
         return buffers
 

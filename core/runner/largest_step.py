@@ -71,10 +71,9 @@ class LargestStep:
         starts = [row * num_tokens // num_rows for row in range(num_rows + 1)]
         counts = [end - start for start, end in pairwise(starts)]
         width = -(-max(counts) // self._block_size)
-        buffers = StepBuffers.allocate(num_rows, num_tokens, [width] * self._num_groups, self._transfers.device)
         upload = self._transfers.upload
-        buffers.slots = upload([0] * num_rows, torch.int32)
-        buffers.starts = upload(starts, torch.int32)
+        slots = upload([0] * num_rows, torch.int32)
+        buffers = StepBuffers.allocate(slots, upload(starts, torch.int32), num_tokens, [width] * self._num_groups)
         buffers.seq_lens = upload(counts, torch.int32)
         buffers.positions = upload([position for count in counts for position in range(count)], torch.int64)
         buffers.input_ids.zero_()

@@ -24,13 +24,16 @@ class StepBuffers:
     block_tables: tuple[Tensor, ...]  # int32 [R, width]
 
     @classmethod
-    def allocate(cls, num_rows: int, num_tokens: int, widths: Sequence[int], device: str) -> StepBuffers:
+    def allocate(cls, slots: Tensor, starts: Tensor, num_tokens: int, widths: Sequence[int]) -> StepBuffers:
+        """For these rows, which are kept, on their device."""
+        num_rows, device = len(slots), slots.device
+
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
         return cls(
-            slots=empty(num_rows),
-            starts=empty(num_rows + 1),
+            slots=slots,
+            starts=starts,
             input_ids=empty(num_tokens, dtype=torch.int64),
             positions=empty(num_tokens, dtype=torch.int64),
             seq_lens=empty(num_rows),
@@ -38,11 +41,12 @@ class StepBuffers:
             block_tables=tuple(empty(num_rows, width) for width in widths),
         )
 
-    def part(self, num_rows: int, num_tokens: int) -> StepBuffers:
-        """The first rows and tokens, over the same memory."""
+    def part(self, slots: Tensor, starts: Tensor, num_tokens: int) -> StepBuffers:
+        """The first tokens, and as many of the first rows as there are slots, over the same memory."""
+        num_rows = len(slots)
         return StepBuffers(
-            self.slots[:num_rows],
-            self.starts[: num_rows + 1],
+            slots,
+            starts,
             self.input_ids[:num_tokens],
             self.positions[:num_tokens],
             self.seq_lens[:num_rows],

@@ -14,16 +14,6 @@ from torch import Tensor
 
 from ..contracts.attention import AttentionBackend, AttentionLayer, BatchGeometry, CacheSpec, KVLayout, LayerCache
 
-CANONICAL = ("block", "token", "head", "dim")
-
-
-def canonical(cache: LayerCache, layout: KVLayout) -> tuple[Tensor, Tensor]:
-    """Views of keys and values as [block, token, head, dim], whatever the layout's order."""
-    key, value = cache
-    key_order = [layout.key_shape.index(name) for name in CANONICAL]
-    value_order = [layout.value_shape.index(name) for name in CANONICAL]
-    return key.permute(key_order), value.permute(value_order)
-
 
 def dense_attention(
     query: Tensor, keys: Tensor, values: Tensor, layer: AttentionLayer, *, causal: bool = True
@@ -166,7 +156,7 @@ def make_paged_step(
     )
     shapes = layout.shapes(spec, sum(counts) + 1, block_size)
     empty = [torch.full(shape, float("nan"), dtype=dtype) for shape in shapes]
-    for stored, contents in zip(canonical((empty[0], empty[1]), layout), (keys, values), strict=True):
+    for stored, contents in zip(layout.views((empty[0], empty[1])), (keys, values), strict=True):
         for (new, length), table, content in zip(contexts, tables, contents, strict=True):
             position = torch.arange(length - new)
             blocks = torch.tensor(table)[position // block_size]

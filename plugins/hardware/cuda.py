@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Iterator
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel
 
 from hotswap.core.contracts import DeviceInfo
 from hotswap.core.contracts.hooks import hookimpl
@@ -14,6 +14,7 @@ from hotswap.core.contracts.platform import Platform, PlatformContext, PlatformP
 
 from .accelerator.cards import Host, facts, refusals
 from .accelerator.nvml import load_library, nvidia_host
+from .accelerator.options import CardOptions, build_platform, chosen_card
 from .accelerator.torch_build import reasons_against_cuda, torch_build, torch_folder
 
 # Cards in the order in which the driver's own tools list them; the allocator maps pages into segments that grow, so that steps
@@ -25,14 +26,6 @@ ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 _OLDER_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
-
-
-class CudaOptions(BaseModel):
-    """Options of `--plugin platform=cuda`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    device: int = Field(default=0, ge=0, description="Which card, counted from 0 among those that are visible.")
 
 
 @functools.cache
@@ -57,7 +50,7 @@ def environment() -> dict[str, str]:
 
 def device_facts(options: BaseModel | None) -> DeviceInfo:
     """What the driver says of the chosen card. Raises PluginError when it is not there or cannot be used."""
-    return facts(host(), "cuda", options.device if isinstance(options, CudaOptions) else 0)
+    return facts(host(), "cuda", chosen_card(options))
 
 
 def _unavailable(context: PlatformContext) -> list[str]:
@@ -66,12 +59,7 @@ def _unavailable(context: PlatformContext) -> list[str]:
 
 
 def _build(context: PlatformContext) -> Platform:
-    from .accelerator.platform import AcceleratorPlatform
-
-    index = context.options.device if isinstance(context.options, CudaOptions) else 0
-    return AcceleratorPlatform(
-        device_facts(context.options), index, deterministic=context.config.deterministic, logger=context.logger
-    )
+    return build_platform(context, device_facts(context.options))
 
 
 @hookimpl
@@ -80,7 +68,7 @@ def hotswap_platform() -> Iterator[PlatformProvider]:
         name="cuda",
         build=_build,
         contract=2,
-        options=CudaOptions,
+        options=CardOptions,
         unavailable=_unavailable,
         environment=environment,
         facts=device_facts,

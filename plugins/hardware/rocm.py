@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel
 
 from hotswap.core.contracts import DeviceInfo
 from hotswap.core.contracts.hooks import hookimpl
@@ -15,20 +15,13 @@ from hotswap.core.contracts.platform import Platform, PlatformContext, PlatformP
 
 from .accelerator.cards import facts, refusals
 from .accelerator.kfd import ROOT, amd_host
+from .accelerator.options import CardOptions, build_platform, chosen_card
 from .accelerator.torch_build import reasons_against_rocm, torch_build, torch_folder
-
-
-class RocmOptions(BaseModel):
-    """Options of `--plugin platform=rocm`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    device: int = Field(default=0, ge=0, description="Which card, counted from 0 among those that are visible.")
 
 
 def device_facts(options: BaseModel | None) -> DeviceInfo:
     """What the kernel says of the chosen card. Raises PluginError when it is not there or cannot be used."""
-    index = options.device if isinstance(options, RocmOptions) else 0
+    index = chosen_card(options)
     return facts(amd_host(ROOT, os.environ), "rocm", index)
 
 
@@ -37,12 +30,7 @@ def _unavailable(context: PlatformContext) -> list[str]:
 
 
 def _build(context: PlatformContext) -> Platform:
-    from .accelerator.platform import AcceleratorPlatform
-
-    index = context.options.device if isinstance(context.options, RocmOptions) else 0
-    return AcceleratorPlatform(
-        device_facts(context.options), index, deterministic=context.config.deterministic, logger=context.logger
-    )
+    return build_platform(context, device_facts(context.options))
 
 
 @hookimpl
@@ -51,7 +39,7 @@ def hotswap_platform() -> Iterator[PlatformProvider]:
         name="rocm",
         build=_build,
         contract=2,
-        options=RocmOptions,
+        options=CardOptions,
         unavailable=_unavailable,
         facts=device_facts,
         priority=20,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...contracts.attention import AttentionBackend, AttentionLayer, CacheSpec, Capabilities
-from ..paged_steps import CANONICAL, PagedStep, canonical, make_paged_step
+from ..paged_steps import PagedStep, make_paged_step
 from .base import ConformanceSuite
 
 # Requests of a step: (new tokens, context length after them).
@@ -32,6 +32,7 @@ BATCHES: dict[str, tuple[tuple[int, int], ...]] = {
     "chunked prefill": ((7, 16), (20, 53), (3, 4)),
     "mixed": ((1, 20), (33, 33), (9, 48), (1, 40), (2, 18)),
 }
+_DIMENSIONS = ("block", "token", "head", "dim")
 _HEADS = ((4, 2), (3, 3), (6, 1), (9, 3))
 _HEAD_SIZES = (64, 16, 40, 128)  # tried where a backend claims any
 _BLOCK_SIZES = (16, 4, 32)
@@ -161,7 +162,7 @@ class AttentionSuite(ConformanceSuite):
         case, backend = self._first()
         assert case.dtype in backend.capabilities.dtypes, f"it serves {case.dtype} but does not claim it"
         assert not backend.capabilities.head_sizes or case.head_size in backend.capabilities.head_sizes
-        assert sorted(backend.layout.key_shape) == sorted(backend.layout.value_shape) == sorted(CANONICAL)
+        assert sorted(backend.layout.key_shape) == sorted(backend.layout.value_shape) == sorted(_DIMENSIONS)
 
     @pytest.mark.parametrize("batch", BATCHES)
     def test_equals_dense_attention(self, batch: str) -> None:
@@ -309,9 +310,9 @@ class AttentionSuite(ConformanceSuite):
         layer = case.layer()
         one = self.step(case, "mixed")
         other = self.step(case, "mixed")
-        order = torch.cat([torch.tensor([0]), torch.randperm(len(canonical(one.cache, one.layout)[0]) - 1) + 1])
+        order = torch.cat([torch.tensor([0]), torch.randperm(len(one.layout.views(one.cache)[0]) - 1) + 1])
         order = order.to(self.torch_device)
-        for stored in canonical(other.cache, other.layout):
+        for stored in other.layout.views(other.cache):
             stored.copy_(stored[order.argsort()].clone())
         other.geometry.block_table.copy_(order[other.geometry.block_table.long()])
         blocks = other.geometry.slot_mapping // case.block_size
@@ -325,12 +326,12 @@ class AttentionSuite(ConformanceSuite):
         for case in self.cases()[:4]:
             step = self.step(case, "mixed", padding=3)
             backend = self.backend(case)
-            before = [stored.clone() for stored in canonical(step.cache, step.layout)]
+            before = [stored.clone() for stored in step.layout.views(step.cache)]
             new = step.key.clone(), step.value.clone()
             backend.prepare(step.geometry)
             backend.write_kv(step.key, step.value, step.cache)
             assert torch.equal(step.key, new[0]) and torch.equal(step.value, new[1]), "it changed its inputs"
-            for stored, old, written in zip(canonical(step.cache, step.layout), before, new, strict=True):
+            for stored, old, written in zip(step.layout.views(step.cache), before, new, strict=True):
                 wanted = old
                 for token, slot in enumerate(step.geometry.slot_mapping.tolist()):
                     if slot >= 0:
