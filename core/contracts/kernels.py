@@ -94,6 +94,18 @@ class LinearKernel(ABC):
     def apply(self, x: Tensor, weight: PackedWeight, bias: Tensor | None, out_dtype: Any | None = None) -> Tensor:
         """x [T, K] -> [T, N] in out_dtype (default x.dtype), accumulated in float32."""
 
+    # Fused with what follows, where a kernel does that faster for these sizes: optional.
+
+    def apply_gated(self, x: Tensor, weight: PackedWeight, op: str) -> Tensor | None:
+        """x [T, K], weight [2 I, K] -> [T, I]: `op` ("silu_mul" or "gelu_tanh_mul") of the product, which is rounded to
+        x.dtype first. None: not done, the caller takes both steps."""
+        return None
+
+    def add_product(self, x: Tensor, weight: PackedWeight, residual: Tensor) -> bool:
+        """Adds x [T, K] times weight [N, K] transposed to residual [T, N] in place, rounded once or twice. False: not
+        done, and residual is as it was."""
+        return False
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelProvider(Provider[Any]):

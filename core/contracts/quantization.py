@@ -65,6 +65,14 @@ class LayerMethod(ABC):
     def apply(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [T, in_features] -> [T, out_features]."""
 
+    def apply_gated(self, x: Tensor, op: str) -> Tensor | None:
+        """`LinearKernel.apply_gated` of a layer without a bias. None: not done, the caller takes both steps."""
+        return None
+
+    def add_product(self, x: Tensor, residual: Tensor) -> bool:
+        """`LinearKernel.add_product` of a layer without a bias. False: not done, and residual is as it was."""
+        return False
+
     @abstractmethod
     def dequantize(self) -> Tensor:
         """The logical weight [out_features, in_features], for tests: the oracle."""

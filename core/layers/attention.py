@@ -52,6 +52,14 @@ class SelfAttention:
         self._split = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
 
     def __call__(self, hidden: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
+        return self._output(self._attended(hidden, positions, context))
+
+    def into(self, hidden: Tensor, positions: Tensor, context: ForwardContext, residual: Tensor) -> Tensor | None:
+        """As a call; None when the result has been added to residual [T, H] already."""
+        attended = self._attended(hidden, positions, context)
+        return None if self._output.add_to(attended, residual) else self._output(attended)
+
+    def _attended(self, hidden: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         tokens = hidden.shape[0]
         # q, k and v are views of one product: the rotation works in place on them and the cache write reads them
         # strided.
@@ -59,7 +67,7 @@ class SelfAttention:
         if self._q_norm is not None and self._k_norm is not None:
             q, k = self._normed(self._q_norm, q), self._normed(self._k_norm, k)
         attended = context.attend(self.layer, q, k, v, positions, self._cos_sin)
-        return self._output(attended.view(tokens, -1))
+        return attended.view(tokens, -1)
 
     def _normed(self, norm: RMSNorm, x: Tensor) -> Tensor:
         """x [T, heads, D] -> a new, contiguous [T, heads, D]."""

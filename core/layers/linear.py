@@ -20,7 +20,7 @@ class Linear:
     checkpoint's modules, in row order; parts: rows of each.
     """
 
-    __slots__ = ("_apply", "_bias", "_bias_parameter", "_spec", "method", "sources")
+    __slots__ = ("_apply", "_bias", "_bias_parameter", "_spec", "add_to", "gated", "method", "sources")
 
     def __init__(
         self,
@@ -38,6 +38,9 @@ class Linear:
         self.sources = sources
         self.method = quantization.create(self._spec)
         self._apply: Callable[..., Tensor] = self.method.apply
+        # The method's fused forms; bound here, as they are asked at each call: a layer with a bias has none.
+        self.gated: Callable[[Tensor, str], Tensor | None] = _no_gated if bias else self.method.apply_gated
+        self.add_to: Callable[[Tensor, Tensor], bool] = _no_add if bias else self.method.add_product
         names = tuple(f"{source}.bias" for source in sources)
         self._bias_parameter = Parameter(names, parts, dtype, device) if bias else None
         self._bias = self._bias_parameter.tensor if self._bias_parameter is not None else None
@@ -56,6 +59,14 @@ class Linear:
             for part, source in enumerate(self.sources):
                 spec = WeightSpec(f"{source}.{param.name}", part_shape(param, self._spec.parts[part]))
                 yield WeightTarget(spec, partial(self.method.load, param.name, part))
+
+
+def _no_gated(x: Tensor, op: str) -> None:
+    return None
+
+
+def _no_add(x: Tensor, residual: Tensor) -> bool:
+    return False
 
 
 def part_shape(param: ParamSpec, rows: int) -> tuple[int, ...]:

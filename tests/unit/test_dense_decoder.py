@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,10 @@ import transformers
 from torch import Tensor
 
 from hotswap.core.contracts.attention import CacheSpec
+from hotswap.core.contracts.kernels import PackedWeight
 from hotswap.core.errors import ModelLoadError
+from hotswap.core.layers.ops import OpTable
+from hotswap.core.layers.reference import ReferenceLinear, gelu_tanh_mul, silu_mul
 from hotswap.core.testing.forward_harness import ForwardHarness, model_context, quantization_context, read_safetensors
 from hotswap.core.testing.tiny_models import TINY_MODELS, make_tiny_model
 from hotswap.plugins.attention.torch_reference.backend import TorchReferenceAttention
@@ -120,6 +123,7 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(
     """
     checkpoint = checkpoint_of(name)
     harness = loaded(checkpoint.config, checkpoint.weights())
+    assert harness.model.supports_graphs
     assert_same_logits(harness.logits(PROMPT), checkpoint.expected(PROMPT))
     assert_same_logits(harness.logits(PROMPT, chunk_size=7), checkpoint.expected(PROMPT))
     prompts = [PROMPT[:5], PROMPT[3:33], PROMPT[:1], PROMPT[10:27]]
@@ -345,3 +349,43 @@ def test_the_provider_names_its_architectures(checkpoint_of: Callable[[str], Che
     )
     context = model_context(checkpoint_of("llama").config, PlainQuantization(quantization_context()))
     assert isinstance(provider.build(context), DenseDecoder)
+
+
+class FusingLinear(ReferenceLinear):
+    """Does both fused forms, and counts them."""
+
+    def __init__(self) -> None:
+        self.gated = self.added = 0
+
+    def apply_gated(self, x: Tensor, weight: PackedWeight, op: str) -> Tensor:
+        self.gated += 1
+        return {"silu_mul": silu_mul, "gelu_tanh_mul": gelu_tanh_mul}[op](self.apply(x, weight, None))
+
+    def add_product(self, x: Tensor, weight: PackedWeight, residual: Tensor) -> bool:
+        self.added += 1
+        residual.add_(self.apply(x, weight, None))
+        return True
+
+
+@pytest.mark.parametrize(
+    ("name", "gated", "added"),
+    [
+        ("llama", True, True),
+        ("llama-bias", False, False),  # neither form has a bias
+        ("gemma2", True, False),  # a norm stands between product and sum
+        ("olmo2", True, False),
+        ("granite", True, False),  # so does a factor
+    ],
+)
+def test_products_that_are_fused_change_nothing(
+    checkpoint_of: Callable[[str], Checkpoint], name: str, gated: bool, added: bool
+) -> None:
+    checkpoint, linear = checkpoint_of(name), FusingLinear()
+    ops = replace(OpTable.reference(), linear=linear)
+    quantization = PlainQuantization(quantization_context(ops=ops))
+    model = DenseDecoder(model_context(checkpoint.config, quantization, ops=ops, max_model_len=MAX_LEN))
+    model.load_weights(checkpoint.weights().items())
+    harness = ForwardHarness(model, TorchReferenceAttention(), block_size=4, ops=ops)
+    assert_same_logits(harness.logits(PROMPT), checkpoint.expected(PROMPT))
+    layers = len(model.attention_layers())
+    assert (linear.gated, linear.added) == (gated * layers, added * 2 * layers)

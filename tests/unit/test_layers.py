@@ -114,7 +114,7 @@ def test_gated_activations(op: Callable[[Tensor], Tensor], function: Callable[[T
 
 
 def test_an_unknown_activation_is_named() -> None:
-    assert gated_activation(OPS_TABLE, "silu") is OPS_TABLE.silu_mul
+    assert gated_activation(OPS_TABLE, "silu").apply is OPS_TABLE.silu_mul
     with pytest.raises(ModelLoadError, match="hidden_act='relu2'"):
         gated_activation(OPS_TABLE, "relu2")
 

@@ -9,14 +9,20 @@ import torch
 
 pytest.importorskip("triton")
 
+from hotswap.core.testing.suites.kernels import check_gated
+from hotswap.plugins.kernels.triton import linear_shapes
+from hotswap.plugins.kernels.triton.gated_linear import gated_product
 from hotswap.plugins.kernels.triton.linear import TritonLinear, product
 from hotswap.plugins.kernels.triton.linear_shapes import (
+    GATED_TOKENS,
     MATVEC_TOKENS,
     SMALL,
     Dot,
     Early,
+    Gated,
     Matvec,
     fixed_shape,
+    gated_shape,
     shape_for,
 )
 from hotswap.plugins.kernels.triton.linear_table import TABLE
@@ -216,3 +222,54 @@ def test_table_is_in_order() -> None:
             limits = [most for most, _ in rows]
             assert limits == sorted(set(limits)), matrix
             assert all(most <= MATVEC_TOKENS for most, shape in rows if isinstance(shape, Matvec)), matrix
+
+
+# With the activation in the epilogue
+
+
+@pytest.mark.parametrize("op", ["silu_mul", "gelu_tanh_mul"])
+@pytest.mark.parametrize(("tokens", "width", "k"), [(1, 8, 8), (5, 40, 72), (70, 200, 136)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gated_product_is_the_two_steps(dtype: torch.dtype, tokens: int, width: int, k: int, op: str) -> None:
+    """Rows, columns and K that are no multiples of a tile; several bands, and one that is higher than all rows."""
+    x, weight = random(tokens, k, dtype=dtype), random(2 * width, k, seed=1, dtype=dtype) / k**0.5
+    for band in (1, 2, 7):
+        shape = Gated(block_t=32, block_i=32, block_k=32, band=band, warps=4, stages=2)
+        poisoned()
+        check_gated(gated_product(x, weight, shape, gelu=op == "gelu_tanh_mul"), x, weight, op)
+
+
+def test_what_is_fused_with_the_activation() -> None:
+    """Many rows of a large matrix on Hopper, whose rows tensor maps take; all rows in one band while they are few."""
+    assert gated_shape(HOPPER, 14336, 4096, GATED_TOKENS - 1) is None
+    few, many = gated_shape(HOPPER, 14336, 4096, GATED_TOKENS), gated_shape(HOPPER, 14336, 4096, 8192)
+    assert few is not None and few.band == -(-GATED_TOKENS // few.block_t)
+    assert many is not None and many.band == Gated().band
+    assert gated_shape(HOPPER, 1536, 576, 8192) is None
+    assert gated_shape(HOPPER, 14336, 4100, 8192) is None and gated_shape(HOPPER, 14340, 4096, 8192) is None
+    assert gated_shape((8, 0), 14336, 4096, 8192) is None and gated_shape((0, 0), 14336, 4096, 8192) is None
+
+
+def test_the_kernel_fuses_halves_that_are_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_shapes, "GATED_TOKENS", 3)
+    monkeypatch.setattr(linear_shapes, "GATED_SIZE", 1)
+    x, weight = random(4, 80, dtype=torch.float16)[:, 8:72], random(32, 64, seed=1, dtype=torch.float16) / 8
+    kernel = TritonLinear(HOPPER)
+    found = kernel.apply_gated(x, kernel.pack(weight), "silu_mul")
+    assert found is not None
+    check_gated(found, x, weight, "silu_mul")
+    assert kernel.apply_gated(x[:2], kernel.pack(weight), "silu_mul") is None
+    assert kernel.apply_gated(x.float(), kernel.pack(weight.float()), "silu_mul") is None
+    assert kernel.apply_gated(x.float(), kernel.pack(weight), "silu_mul") is None
+    fixed = TritonLinear(HOPPER, deterministic=True)
+    assert fixed.apply_gated(x, fixed.pack(weight), "silu_mul") is None
+
+
+def test_sums_are_left_to_the_norm_where_torch_has_no_library_for_them() -> None:
+    kernel = TritonLinear(HOPPER)
+    residual = random(2048, 16, dtype=torch.float16)
+    before = residual.clone()
+    x = random(2048, 8, seed=1, dtype=torch.float16)
+    done = kernel.add_product(x, kernel.pack(random(16, 8, seed=2, dtype=torch.float16)), residual)
+    assert done is (DEVICE == "cuda")
+    assert torch.equal(residual, before) is not done

@@ -85,6 +85,22 @@ class UnpacksTransposed(MyKernelsLinear):
         return packed
 
 
+class GatesWithTheSecondHalf(MyKernelsLinear):
+    """Fuses the activation, with gate and up exchanged."""
+
+    def apply_gated(self, x: Tensor, weight: PackedWeight, op: str) -> Tensor:
+        gated = up_before_gate if op == "silu_mul" else gelu_without_tanh
+        return gated(self.apply(x, weight, None))
+
+
+class AddsAndDeniesIt(MyKernelsLinear):
+    """The caller adds the product a second time."""
+
+    def add_product(self, x: Tensor, weight: PackedWeight, residual: Tensor) -> bool:
+        residual.add_(self.apply(x, weight, None))
+        return False
+
+
 class ReusesItsOutput(MyKernelsLinear):
     """Hands out one buffer again and again."""
 
@@ -185,6 +201,10 @@ BROKEN: tuple[BrokenSample, ...] = (
     _sample("accumulates_in_bfloat16", "linear", AccumulatesInBfloat16, "linear_accumulates_in_float32"),
     _sample("forgets_the_bias", "linear", ForgetsTheBias, "linear_equals_its_definition"),
     _sample("unpacks_transposed", "linear", UnpacksTransposed, "linear_unpacks_what_it_packed"),
+    _sample(
+        "gates_with_the_second_half", "linear", GatesWithTheSecondHalf, "linear_fused_forms_equal_their_definitions"
+    ),
+    _sample("adds_and_denies_it", "linear", AddsAndDeniesIt, "linear_fused_forms_equal_their_definitions"),
     _sample("reuses_its_output", "linear", ReusesItsOutput, "results_are_not_overwritten"),
     _sample(
         "norms_large_batches_otherwise", "rms_norm", norms_large_batches_otherwise, "row_does_not_depend_on_its_batch"

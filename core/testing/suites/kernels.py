@@ -216,6 +216,27 @@ class KernelsSuite(ConformanceSuite):
                     assert out.dtype == (asked or dtype), f"{out.dtype} instead of {asked or dtype}"
                     check_product(out, x, weight, bias, max((dtype, out.dtype), key=lambda d: ROUNDOFF[d]))
 
+    def test_linear_fused_forms_equal_their_definitions(self) -> None:
+        """Where the kernel does them, apply_gated is the op of the rounded product and add_product the sum with it; where it
+        does not, nothing has changed."""
+        self._need_linear()
+        sizes = [(3, 8, 16), (33, 40, 64)]
+        if self.torch_device != "cpu":  # kernels fuse what is large
+            sizes += [(2100, 2056, 2048), (1100, 136, 4096)]
+        for dtype in self.dtypes():
+            kernel: LinearKernel = self.kernel("linear", dtype=dtype)
+            for rows, width, k in sizes:
+                x, weight = self.normal(rows, k, dtype=dtype), self.normal(2 * width, k, seed=1, dtype=dtype)
+                packed = kernel.pack((weight / k**0.5).to(dtype))
+                for op in GATED_OPS:
+                    check_gated(kernel.apply_gated(x, packed, op), x, packed.unpack(), op)
+                residual = self.normal(rows, 2 * width, seed=2, dtype=dtype)
+                before = residual.clone()
+                if kernel.add_product(x, packed, residual):
+                    check_sum(residual, before, x, packed.unpack())
+                else:
+                    assert torch.equal(residual, before), "add_product said no and changed the residual"
+
     def _need_linear(self) -> None:
         self.kernel("linear")
 
@@ -411,6 +432,32 @@ def check_product(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
     worst = ((found.cpu().double() - exact).abs() / bound).nan_to_num(math.inf).max()
     where = f"{list(x.shape)} times {list(weight.shape)} transposed, {dtype}"
     assert worst <= 1, f"{where}: {float(worst):.1f} times the error that rounding explains"
+
+
+def check_gated(found: Tensor | None, x: Tensor, weight: Tensor, op: str) -> None:
+    """found: what apply_gated gave; None is right, too. Two roundings, of which the first one goes through the op."""
+    if found is None:
+        return
+    exact, size = _product_and_error(x, weight)
+    (gate, up), (gate_error, up_error) = exact.chunk(2, dim=1), size.chunk(2, dim=1)
+    active = F.silu(gate) if op == "silu_mul" else F.gelu(gate, approximate="tanh")
+    # Neither function's slope exceeds 1.2.
+    slack = 1.2 * gate_error * up.abs() + active.abs() * up_error + 1.2 * gate_error * up_error
+    check(found, active * up, shape=(len(x), len(weight)), dtype=x.dtype, slack=slack)
+
+
+def check_sum(found: Tensor, before: Tensor, x: Tensor, weight: Tensor) -> None:
+    """found: residual `before` after add_product."""
+    exact, error = _product_and_error(x, weight)
+    check(found, before.cpu().double() + exact, shape=(len(x), len(weight)), dtype=x.dtype, slack=error)
+
+
+def _product_and_error(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The product in float64, and how far one that was rounded to x's dtype may be from it."""
+    wide, other = x.cpu().double(), weight.cpu().double()
+    exact = F.linear(wide, other)
+    size = F.linear(wide.abs(), other.abs())
+    return exact, size * 1e-6 * max(1.0, math.sqrt(x.shape[1]) / 4) + exact.abs() * ROUNDOFF[x.dtype] * 1.02 + 1e-7
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

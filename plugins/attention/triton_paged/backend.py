@@ -21,8 +21,9 @@ from hotswap.core.contracts.attention import (
 )
 from hotswap.core.contracts.provider import DeviceInfo
 
+from ..token_major import OncePerPass
 from .decode_kernel import decode_kernel, merge_kernel
-from .prefill_kernel import prefill_kernel
+from .prefill_kernel import TILE_COLUMNS, list_tiles_kernel, prefill_kernel
 from .tuning import (
     Packing,
     Shape,
@@ -41,7 +42,9 @@ from .write_kernel import write_kernel
 _DIMENSIONS = ("block", "token", "head", "dim")
 _LOG2E = math.log2(math.e)
 _FEWEST_SPLITS = 8  # that a merge has room for, so that fewer of them need no other code
-_SMALLEST_SEARCH = 256  # requests that a prefill program looks at, so that batches of other sizes need no other code
+_SMALLEST_SEARCH = (
+    256  # requests that the list of tiles is made from, so that batches of other sizes need no other code
+)
 _INTERPRETED_SMS = 132
 
 
@@ -95,9 +98,11 @@ class TritonPagedAttention(AttentionBackend):
         self._launch = {"launch_pdl": True} if self._pdl else {}
         self._geometry: BatchGeometry | None = None
         self._plans: dict[tuple[Any, ...], LayerPlan] = {}
+        self._tiles: OncePerPass[Tensor] = OncePerPass()
 
     def prepare(self, geometry: BatchGeometry) -> None:
         self._geometry = geometry
+        self._tiles.clear()
 
     def _step(self) -> BatchGeometry:
         if self._geometry is None:
@@ -223,32 +228,48 @@ class TritonPagedAttention(AttentionBackend):
         scales: tuple[float, float],
     ) -> None:
         step, shape, packing = self._step(), plan.prefill, plan.prefill_packing
-        # Each request's last tile may be short; only so many requests have enough tokens to be here.
-        requests = min(step.num_requests, query.shape[0] // (plan.max_tokens + 1))
-        tiles = query.shape[0] // packing.tokens + requests
-        prefill_kernel[(layer.num_kv_heads * packing.parts, tiles)](
+        variant = (packing.tokens, plan.max_tokens)
+        tiles = self._tiles.get(layer.index, variant, lambda: self._list_tiles(query.shape[0], *variant))
+        prefill_kernel[(layer.num_kv_heads * packing.parts, len(tiles))](
             out,
             query,
             *cache,
-            step.query_start_loc,
-            step.seq_lens,
+            tiles,
             step.block_table,
             layer.sinks,
             layer.alibi_slopes,
             step.block_table.stride(0),
-            step.num_requests,
             *scales,
             HEADS=packing.heads,
             HEAD_PARTS=packing.parts,
             TOKENS=packing.tokens,
-            MIN_TOKENS=plan.max_tokens + 1,
-            MAX_REQUESTS=max(_SMALLEST_SEARCH, 1 << (step.num_requests - 1).bit_length()),
             BLOCK_M=shape.rows,
             BLOCK_N=shape.block_n,
             num_warps=shape.warps,
             num_stages=shape.stages,
             **plan.shared,
         )
+
+    def _list_tiles(self, num_tokens: int, tile_tokens: int, max_decode_tokens: int) -> Tensor:
+        """int32 [at least the step's tiles of so many tokens, TILE_COLUMNS]."""
+        step = self._step()
+        # Each request's last tile may be short; only so many requests have enough tokens to be here.
+        requests = min(step.num_requests, num_tokens // (max_decode_tokens + 1))
+        count = num_tokens // tile_tokens + requests
+        tiles = torch.empty((count, TILE_COLUMNS.value), dtype=torch.int32, device=step.seq_lens.device)
+        list_tiles_kernel[(count,)](
+            tiles,
+            step.query_start_loc,
+            step.seq_lens,
+            step.num_requests,
+            TOKENS=tile_tokens,
+            MIN_TOKENS=max_decode_tokens + 1,
+            MAX_REQUESTS=max(_SMALLEST_SEARCH, 1 << (step.num_requests - 1).bit_length()),
+            PDL=self._pdl,
+            num_warps=4,
+            **self._launch,
+        )
+        return tiles
 
     def _plan(self, query: Tensor, cache: LayerCache, layer: AttentionLayer, *, causal: bool) -> LayerPlan:
         """Made at a layer's first step. Layers that differ in nothing but their index and their tensors share one."""

@@ -151,8 +151,6 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         table_ptr + request.to(tl.int64) * table_stride,
         first_tile,
         last_tile,
-        0,
-        0,  # no tile goes without a mask: a mask is free here
         first_key,
         length,
         position - WINDOW + 1,
@@ -174,6 +172,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         WINDOW > 0,
         SOFT_CAP,
         ALIBI,
+        True,  # a mask is free here
         UPCAST,
     )
     dims_v = tl.arange(0, BLOCK_DV)

@@ -19,6 +19,23 @@ def matrix_product(a, b, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def load_rows(  # type: ignore[no-untyped-def]
+    at, read, dims, DIM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
+):
+    """A tile of keys or values, [N, BLOCK]: of the rows in `read` [N], or of all of them; zeros beyond DIM."""
+    if MASKED:
+        if BLOCK == DIM:
+            rows = tl.load(at, mask=read[:, None], other=0.0)
+        else:
+            rows = tl.load(at, mask=read[:, None] & (dims < DIM)[None, :], other=0.0)
+    elif BLOCK == DIM:
+        rows = tl.load(at)
+    else:
+        rows = tl.load(at, mask=(dims < DIM)[None, :], other=0.0)
+    return rows
+
+
+@triton.jit
 def attend_to_tiles(  # type: ignore[no-untyped-def]
     acc,
     total,
@@ -29,8 +46,6 @@ def attend_to_tiles(  # type: ignore[no-untyped-def]
     table_ptr,
     first_tile,
     last_tile,
-    first_full,
-    last_full,
     first_key,
     last_key,
     lowest,
@@ -52,15 +67,16 @@ def attend_to_tiles(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    MASKED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Online softmax of M query rows over tiles first_tile .. last_tile - 1 of BLOCK_N keys each.
 
     acc [M, BLOCK_DV], total [M], peak [M] (base 2): the state, returned. key_ptr, value_ptr: of the KV head. table_ptr: of
-    the request. Tiles first_full .. last_full - 1 are seen whole by every row: they need no mask. Keys first_key ..
-    last_key - 1 are seen by some row; the others are not read, as they may be NaN. lowest, limit [M]: the keys that a row
-    sees, limit excluded. scale: of the scores, times log2(e); with a soft cap the scale over the cap, and cap_scale the cap
-    times log2(e). position [M], slope [M]: with ALIBI, slope times (key - position) is added, in base 2.
+    the request. Keys first_key .. last_key - 1 are seen by some row; the others are not read, as they may be NaN. lowest,
+    limit [M]: the keys that a row sees, limit excluded. MASKED False: every row sees all keys of these tiles. scale: of the
+    scores, times log2(e); with a soft cap the scale over the cap, and cap_scale the cap times log2(e).
+    position [M], slope [M]: with ALIBI, slope times (key - position) is added, in base 2.
     Strides: elements from block to block and token to token.
     """
     dims_k = tl.arange(0, BLOCK_DK)
@@ -70,7 +86,7 @@ def attend_to_tiles(  # type: ignore[no-untyped-def]
     next_block = tl.load(table_ptr + keys // PAGE, mask=(keys >= first_key) & (keys < last_key), other=0)
     for tile in range(first_tile, last_tile):
         keys = tile * BLOCK_N + columns
-        read = (keys >= first_key) & (keys < last_key)
+        read = (keys >= first_key) & (keys < last_key) if MASKED else None
         # Blocks are looked up a tile ahead: the copies of keys and values then wait for nothing.
         block = next_block.to(tl.int64)
         later = keys + BLOCK_N
@@ -78,14 +94,7 @@ def attend_to_tiles(  # type: ignore[no-untyped-def]
         inside = keys % PAGE
         key_rows = block * KEY_BLOCK + inside * KEY_TOKEN
         value_rows = block * VALUE_BLOCK + inside * VALUE_TOKEN
-        if BLOCK_DK == DIM_K:
-            key = tl.load(key_ptr + key_rows[:, None] + dims_k[None, :], mask=read[:, None], other=0.0)
-        else:
-            key = tl.load(
-                key_ptr + key_rows[:, None] + dims_k[None, :],
-                mask=read[:, None] & (dims_k < DIM_K)[None, :],
-                other=0.0,
-            )
+        key = load_rows(key_ptr + key_rows[:, None] + dims_k[None, :], read, dims_k, DIM_K, BLOCK_DK, MASKED)
         scores = matrix_product(query, tl.trans(key.to(query.dtype)), UPCAST)
         if SOFT_CAP:
             # tanh(x) = 1 - 2 / (exp(2 x) + 1), right at both infinities.
@@ -94,7 +103,7 @@ def attend_to_tiles(  # type: ignore[no-untyped-def]
             if not SOFT_CAP:
                 scores = scores * scale
             scores += slope[:, None] * (keys[None, :] - position[:, None]).to(tl.float32)
-        if (tile < first_full) | (tile >= last_full):
+        if MASKED:
             seen = keys[None, :] < limit[:, None]
             if WINDOW:
                 seen = seen & (keys[None, :] >= lowest[:, None])
@@ -111,14 +120,7 @@ def attend_to_tiles(  # type: ignore[no-untyped-def]
         decay = tl.exp2(peak - base)
         total = total * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
-        if BLOCK_DV == DIM_V:
-            value = tl.load(value_ptr + value_rows[:, None] + dims_v[None, :], mask=read[:, None], other=0.0)
-        else:
-            value = tl.load(
-                value_ptr + value_rows[:, None] + dims_v[None, :],
-                mask=read[:, None] & (dims_v < DIM_V)[None, :],
-                other=0.0,
-            )
+        value = load_rows(value_ptr + value_rows[:, None] + dims_v[None, :], read, dims_v, DIM_V, BLOCK_DV, MASKED)
         acc = weighted_sum(weights.to(query.dtype), value.to(query.dtype), acc, UPCAST)
         peak = new_peak
     return acc, total, peak

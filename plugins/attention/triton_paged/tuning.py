@@ -68,7 +68,7 @@ def padded(size: int) -> int:
 
 # Prefill by widest head size (up to): rows, keys a tile, warps, stages; for 2-byte elements.
 _PREFILL: dict[str, dict[int, Shape]] = {
-    "hopper": {64: Shape(128, 128, 8, 3), 128: Shape(128, 128, 8, 2), 256: Shape(128, 64, 8, 2)},
+    "hopper": {64: Shape(128, 128, 8, 3), 128: Shape(128, 64, 8, 3), 256: Shape(128, 64, 8, 2)},
     "ampere": {64: Shape(128, 64, 4, 3), 128: Shape(128, 64, 8, 2), 256: Shape(64, 32, 4, 2)},
     "consumer": {64: Shape(128, 64, 4, 2), 128: Shape(64, 64, 4, 2), 256: Shape(64, 32, 4, 2)},
     "old": {64: Shape(64, 32, 4, 1), 128: Shape(64, 32, 4, 1), 256: Shape(32, 32, 4, 1)},

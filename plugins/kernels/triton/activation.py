@@ -16,6 +16,15 @@ GELU_CUBIC = tl.constexpr(0.044715)
 
 
 @triton.jit
+def gate_of(gate, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
+    """silu(gate), or gelu(gate) in its tanh form; gate: float32."""
+    # (1 + tanh(z)) / 2 is sigmoid(2 z), without tanh's cancellation far below zero.
+    inner = gate * (GELU_LINEAR + (GELU_LINEAR * GELU_CUBIC) * gate * gate) if GELU else gate
+    # exp overflows to infinity where the sigmoid is zero, and x / infinity is the zero that is wanted.
+    return gate / (1.0 + tl.exp(-inner))
+
+
+@triton.jit
 def _gated_kernel(  # type: ignore[no-untyped-def]
     gate_up,
     out,
@@ -35,11 +44,7 @@ def _gated_kernel(  # type: ignore[no-untyped-def]
     inside = columns < WIDTH
     gate = tl.load(gate_up + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-    # (1 + tanh(z)) / 2 is sigmoid(2 z), without tanh's cancellation far below zero.
-    inner = gate * (GELU_LINEAR + (GELU_LINEAR * GELU_CUBIC) * gate * gate) if GELU else gate
-    # exp overflows to infinity where the sigmoid is zero, and x / infinity is the zero that is wanted.
-    active = gate / (1.0 + tl.exp(-inner))
-    tl.store(out + row * WIDTH + columns, (active * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * WIDTH + columns, (gate_of(gate, GELU) * up).to(out.dtype.element_ty), mask=inside)
 
 
 def _gated(gate_up: Tensor, gelu: bool, pdl: bool) -> Tensor:

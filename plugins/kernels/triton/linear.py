@@ -13,9 +13,21 @@ from torch.nn import functional as F
 from hotswap.core.contracts.kernels import KernelContext, LinearKernel, PackedWeight
 from hotswap.core.layers.reference import PlainWeight, ReferenceLinear
 
+from .gated_linear import gated_product
 from .launch import ceil_div, interpreting, num_sms, pdl_options, use_pdl
 from .linear_kernels import dot_kernel, matvec_kernel
-from .linear_shapes import MATVEC_TOKENS, Capability, Dot, Early, Matvec, Shape, fixed_shape, shape_for
+from .linear_shapes import (
+    ADDING_TOKENS,
+    MATVEC_TOKENS,
+    Capability,
+    Dot,
+    Early,
+    Matvec,
+    Shape,
+    fixed_shape,
+    gated_shape,
+    shape_for,
+)
 
 _ALIGNMENT = 16  # bytes of the widest load
 _COUNTERS = 4096  # tiles of a launch whose K is split between programs
@@ -59,6 +71,24 @@ class TritonLinear(LinearKernel):
         if shape is None:
             return _library(x, tensor, bias, dtype)
         return product(x, tensor, bias, dtype, shape, self.counters(x.device), self._pdl)
+
+    def apply_gated(self, x: Tensor, weight: PackedWeight, op: str) -> Tensor | None:
+        tensor = weight.tensor if isinstance(weight, PlainWeight) else weight.unpack()
+        if self._deterministic or x.dtype is not tensor.dtype or x.dtype not in _HALF:
+            return None
+        n, k = tensor.shape
+        shape = gated_shape(self._capability, n // 2, k, x.shape[0])
+        return None if shape is None else gated_product(_usable(x), tensor, shape, gelu=op == "gelu_tanh_mul")
+
+    def add_product(self, x: Tensor, weight: PackedWeight, residual: Tensor) -> bool:
+        """By torch's library, whose products can begin at a sum: that saves the norm behind them reading both."""
+        tensor = weight.tensor if isinstance(weight, PlainWeight) else weight.unpack()
+        if self._deterministic or not x.is_cuda or x.dtype not in _HALF:
+            return False
+        if not x.dtype is tensor.dtype is residual.dtype or x.shape[0] < ADDING_TOKENS:
+            return False
+        residual.addmm_(x, tensor.t())
+        return True
 
     def shape(self, tokens: int, weight: Tensor) -> Shape | None:
         """The launch shape for so many rows; None: torch's library."""

@@ -50,11 +50,29 @@ class Dot:
     early_bytes: int = 512
 
 
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """A tile of `gated_linear`: block_t rows of x by block_i columns of gate and as many of up, block_k of K at a time. band:
+    tiles of rows that are walked together."""
+
+    block_t: int = 128
+    block_i: int = 128
+    block_k: int = 64
+    band: int = 8
+    warps: int = 8
+    stages: int = 4
+
+
 Shape = Matvec | Dot
 Row = tuple[int, Shape | None]  # up to so many tokens; None: torch's library
 
 MATVEC_TOKENS = 4
 SMALL = 1 << 22  # elements: a matrix whose product takes less than the launch of two kernels
+GATED_TOKENS = 2048  # from so many rows on, and from so large a matrix on, the fused product is the faster one
+GATED_SIZE = 1 << 22
+MOST_ROWS = 16  # tiles of rows up to which all are walked together
+ADDING_TOKENS = 1024  # from so many rows on a product that begins at the residual is the faster one
+_ALIGNED = 8  # elements: rows of tensor maps begin at multiples of 16 bytes
 _LARGE_TOKENS = 64  # up to here the rule takes our kernels for large matrices, whose weights then are what takes time
 _SMALL_TOKENS = 256
 _TILES = ((64, 128), (64, 64), (32, 64), (32, 32), (16, 32))
@@ -78,6 +96,17 @@ def shape_for(capability: Capability, n: int, k: int, tokens: int, num_sms: int,
     if tokens <= _LARGE_TOKENS:
         return _streaming(capability, n, k, tokens, num_sms, itemsize)
     return None
+
+
+def gated_shape(capability: Capability, width: int, k: int, tokens: int) -> Gated | None:
+    """How to multiply `tokens` rows of 2-byte elements by a weight [2 * width, k] with the activation behind it; None: in two
+    steps. Only Hopper's matrix units and tensor maps have been measured."""
+    fits = k % _ALIGNED == 0 and width % _ALIGNED == 0
+    if capability != (9, 0) or not fits or tokens < GATED_TOKENS or width * k < GATED_SIZE:
+        return None
+    shape = Gated()
+    rows = ceil_div(tokens, shape.block_t)
+    return replace(shape, band=rows) if rows <= MOST_ROWS else shape
 
 
 def fixed_shape(capability: Capability, n: int, k: int, tokens: int, num_sms: int, itemsize: int) -> Dot:

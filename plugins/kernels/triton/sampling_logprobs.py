@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotswap.core.layers.sampling.slices import SORTED, slices
+
 from .launch import next_power_of_two
 from .sampling_rows import begin, place_id, place_key, place_order, rows_of, value_of
 
@@ -143,19 +145,27 @@ def gather_logprobs(
 def _with_sorted(
     logits: Tensor, count: int, ids: Tensor, logprobs: Tensor, ranks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A long list of alternatives, out of whole rows sorted. ids, logprobs, ranks: [S, 2], the chosen token and the
-    best."""
-    values, order = torch.sort(logits, dim=1, descending=True, stable=True)
-    values, order = values[:, :count], order[:, :count]
-    below = values.to(torch.float64) - values[:, :1].to(torch.float64) + logprobs[:, 1:]
-    below = below.nan_to_num_(FLOOR.value, FLOOR.value, FLOOR.value).clamp_(min=FLOOR.value)
-    # A rank is the place of the first of equal ones.
-    place = torch.arange(1, count + 1, device=logits.device).expand_as(order)
-    fresh = torch.ones_like(order, dtype=torch.bool)
-    fresh[:, 1:] = values[:, 1:] != values[:, :-1]
-    listed = (place * fresh).cummax(1).values
-    return (
-        torch.cat((ids[:, :1], order), 1),
-        torch.cat((logprobs[:, :1], below), 1),
-        torch.cat((ranks[:, :1], listed), 1),
+    """A long list of alternatives, out of whole rows sorted, a few at a time. ids, logprobs, ranks: [S, 2], the chosen token
+    and the best."""
+    size = (len(logits), 1 + count)
+    all_ids, all_logprobs, all_ranks = (
+        torch.empty(size, dtype=given.dtype, device=given.device) for given in (ids, logprobs, ranks)
     )
+    for part in slices(len(logits), logits.shape[1], SORTED):
+        values, order = torch.sort(logits[part], dim=1, descending=True, stable=True)
+        values, order = values[:, :count], order[:, :count]
+        below = values.to(torch.float64) - values[:, :1].to(torch.float64) + logprobs[part, 1:]
+        below = below.nan_to_num_(FLOOR.value, FLOOR.value, FLOOR.value).clamp_(min=FLOOR.value)
+        # A rank is the place of the first of equal ones.
+        place = torch.arange(1, count + 1, device=logits.device).expand_as(order)
+        fresh = torch.ones_like(order, dtype=torch.bool)
+        fresh[:, 1:] = values[:, 1:] != values[:, :-1]
+        listed = (place * fresh).cummax(1).values
+        for whole, first, others in (
+            (all_ids, ids, order),
+            (all_logprobs, logprobs, below),
+            (all_ranks, ranks, listed),
+        ):
+            whole[part, :1] = first[part, :1]
+            whole[part, 1:] = others
+    return all_ids, all_logprobs, all_ranks

@@ -18,13 +18,13 @@ from hotswap.core.layers.weights import WeightMap
 
 
 class Block(Protocol):
-    """One decoder layer. residual [T, H] is changed in place; delta [T, H] may be too."""
+    """One decoder layer. residual [T, H] is changed in place; delta [T, H] may be too. None: nothing is still to be added."""
 
     attention: SelfAttention
 
     def __call__(
         self, delta: Tensor | None, residual: Tensor, positions: Tensor, context: ForwardContext
-    ) -> Tensor: ...
+    ) -> Tensor | None: ...
 
     def register(self, weights: WeightMap) -> None: ...
 
@@ -48,13 +48,16 @@ class PreNormBlock:
         self._mlp = mlp
         self._scale = None if residual_scale == 1.0 else residual_scale
 
-    def __call__(self, delta: Tensor | None, residual: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
+    def __call__(
+        self, delta: Tensor | None, residual: Tensor, positions: Tensor, context: ForwardContext
+    ) -> Tensor | None:
         hidden = self._attention_norm(residual) if delta is None else self._attention_norm.add(delta, residual)
-        hidden = self.attention(hidden, positions, context)
-        if self._scale is not None:
-            hidden.mul_(self._scale)
-        hidden = self._mlp(self._mlp_norm.add(hidden, residual))
-        return hidden if self._scale is None else hidden.mul_(self._scale)
+        if self._scale is None:
+            delta = self.attention.into(hidden, positions, context, residual)
+            hidden = self._mlp_norm(residual) if delta is None else self._mlp_norm.add(delta, residual)
+            return self._mlp.into(hidden, residual)
+        hidden = self.attention(hidden, positions, context).mul_(self._scale)
+        return self._mlp(self._mlp_norm.add(hidden, residual)).mul_(self._scale)
 
     def register(self, weights: WeightMap) -> None:
         for part in (self._attention_norm, self.attention, self._mlp_norm, self._mlp):

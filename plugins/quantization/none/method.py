@@ -82,6 +82,12 @@ class PlainLinear(LayerMethod):
     def apply(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
         return self._linear.apply(x, self._packed, bias, out_dtype)  # type: ignore[arg-type]  # set by finish_loading
 
+    def apply_gated(self, x: Tensor, op: str) -> Tensor | None:
+        return self._linear.apply_gated(x, self._packed, op)  # type: ignore[arg-type]
+
+    def add_product(self, x: Tensor, residual: Tensor) -> bool:
+        return self._linear.add_product(x, self._packed, residual)  # type: ignore[arg-type]
+
     def dequantize(self) -> Tensor:
         if self._packed is None:
             raise ModelLoadError(f"{self._spec.prefix}: its weights are not loaded")
