@@ -5,7 +5,6 @@ The API process uses `make_manager`, `resolve_model` and `open_checkpoints` (no 
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable
@@ -204,8 +203,4 @@ def assemble_engine(
     seconds = engine.info.startup_seconds  # the builder's entries are parts of "engine"
     seconds.update(imports=round(started - begun, 3), engine=round(time.monotonic() - started, 3))
     logger.info("start-up in seconds: %s", ", ".join(f"{name} {value:.3f}" for name, value in seconds.items()))
-    # What is there now stays. A full collection that looks at all modules and plugins again stops the step loop for a tenth
-    # of a second.
-    gc.collect()
-    gc.freeze()
     return engine

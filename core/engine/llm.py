@@ -15,6 +15,7 @@ from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
 from ..text.chat_template import ChatTemplate
 from ..text.tools import check_tools
+from .quiet_gc import collected_rarely
 
 if TYPE_CHECKING:
     from ..plugin_manager import PluginManager
@@ -209,7 +210,7 @@ class LLM:
             for (_, ids), p, rank in zip(prepared, params, priorities, strict=True)
         ]
         order: list[RequestOutput] = []
-        with _Progress(len(prepared), use_tqdm) as progress:
+        with _Progress(len(prepared), use_tqdm) as progress, collected_rarely():
             try:
                 for (text, _), group in zip(prepared, requests, strict=True):
                     self._num_requests += 1
@@ -229,7 +230,8 @@ class LLM:
             except (RequestError, KeyboardInterrupt):
                 self._abandon_rest()
                 raise
-            except BaseException:  # the engine itself failed: nothing can be run on it any more
+            except BaseException as error:  # the engine itself failed: nothing can be run on it any more
+                self._add_advice(error)
                 self.shutdown()
                 raise
         for total in order:
@@ -247,6 +249,14 @@ class LLM:
                 state.to_abort = []
             if progress.enabled:
                 progress.advance(len(update.new_token_ids), finished=state.finished)
+
+    def _add_advice(self, error: BaseException) -> None:
+        """What to change when a step ran out of memory, as a note: the caller may wait for the error's own type."""
+        from ..runner.memory_report import explain_step_out_of_memory
+
+        shortage = explain_step_out_of_memory(error, self.config)
+        if shortage is not None:
+            error.add_note(shortage)
 
     def _abandon_rest(self) -> None:
         """After Ctrl-C or a refusal: nothing of this call stays in the engine."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -24,6 +23,7 @@ from ..errors import HotswapError, RequestError
 from ..plugin_discovery import Origin, root_cause
 from ..plugin_manager import PluginManager
 from .launch import EngineSetup, read_setup
+from .quiet_gc import settle_process
 from .wire import (
     AbortRequests,
     Call,
@@ -229,9 +229,7 @@ def _serve(
     setup: EngineSetup, link: FrontLink, manager: PluginManager, engine: AssembledEngine, parent: ParentWatch
 ) -> int:
     """The loop, from the first message to the last; the exit status."""
-    # This process is the engine's own, and each step makes and drops a few objects a request: at Python's thresholds the
-    # collector would look for garbage among them several times a step.
-    gc.set_threshold(50_000, 20, 50)
+    settle_process()
     loop = EngineLoop(engine, link)
     parent.ask_first(loop.stop)
     heartbeat = HeartbeatThread(setup.output_address, loop.stalled_seconds, [parent.thread])
@@ -240,9 +238,8 @@ def _serve(
     try:
         loop.run()
         engine.core.shutdown()
-    except BaseException as error:  # the loop's last frame: the front end must learn why it ended
-        cause = describe_fault(error, manager.owner_of(error))
-        logger.error("the engine stops: %s", cause, exc_info=error)
+    except BaseException as error:  # noqa: BLE001 - the loop's last frame: the front end must learn why it ended
+        cause = tell_fault(error, manager.owner_of(error), EngineConfig.from_json(setup.config))
         heartbeat.stop()
         return _die(link, cause, farewell=engine.core.close_observers)
     heartbeat.stop()
@@ -271,10 +268,18 @@ def _die(link: FrontLink, cause: str, exit_code: int = 1, farewell: Callable[[],
     return exit_code
 
 
-def describe_fault(error: BaseException, owner: Origin | None) -> str:
-    """What stopped the loop, and whose code it was when it was a plugin's from outside."""
-    cause = root_cause(error)
-    return cause if owner is None or owner.builtin else f"{owner.described} failed: {cause}"
+def tell_fault(error: BaseException, owner: Origin | None, config: EngineConfig) -> str:
+    """Logs and returns what stopped the loop, in one line, and whose code it was when it was a plugin's from outside. Where a
+    device had no memory the line says what to change, and no traceback follows unless at the level debug."""
+    from ..runner.memory_report import explain_step_out_of_memory
+
+    shortage = explain_step_out_of_memory(error, config)
+    cause = shortage or root_cause(error)
+    if owner is not None and not owner.builtin:
+        cause = f"{owner.described} failed: {cause}"
+    logger.error("the engine stops: %s", cause)
+    logger.log(logging.DEBUG if shortage else logging.ERROR, "it was raised here:", exc_info=error)
+    return cause
 
 
 class ParentWatch:
