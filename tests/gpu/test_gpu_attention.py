@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from graphed_attention import GRAPHED, replays
 
 from hotswap.core.contracts.attention import AttentionLayer
 from hotswap.core.contracts.provider import DeviceInfo
@@ -150,55 +151,7 @@ def test_deterministic_bits_depend_on_the_context_alone() -> None:
 def test_a_graph_serves_whatever_its_buffers_say() -> None:
     """One capture, then steps of other lengths, other rows and padding, without a wait for the device."""
     layer = AttentionLayer(0, 8, 2, 128, 128, 0.088)
-    steps = [
-        make(layer, contexts, seed=seed)
-        for seed, contexts in enumerate((MIXED, ((1, 2000), (1, 5)), ((230, 230),), ((7, 30), (8, 8), (1, 600))))
-    ]
-    tokens, rows, width = 256, 8, 300
-    first = steps[0]
-    attended = backend()
-    query = torch.zeros((tokens, *first.query.shape[1:]), dtype=torch.bfloat16, device="cuda")
-    blocks = max(len(step.cache[0]) for step in steps)
-    cache = tuple(torch.zeros((blocks, *stored.shape[1:]), dtype=stored.dtype, device="cuda") for stored in first.cache)
-    geometry = first.geometry
-    geometry = type(geometry)(
-        query_start_loc=torch.zeros(rows + 1, dtype=torch.int32, device="cuda"),
-        seq_lens=torch.zeros(rows, dtype=torch.int32, device="cuda"),
-        block_table=torch.zeros((rows, width), dtype=torch.int32, device="cuda"),
-        slot_mapping=torch.full((tokens,), -1, device="cuda"),
-        num_tokens=tokens,
-        num_requests=rows,
-        max_query_len=tokens,
-        max_seq_len=4096,
-        block_size=16,
-    )
-    attended.prepare(geometry)
-
-    def run() -> torch.Tensor:
-        attended.write_kv(query[:, :2], query[:, :2], cache)  # every slot is -1
-        return attended.forward(query, cache, layer)  # type: ignore[no-any-return]
-
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.cuda.graph(graph):
-            out = run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for step in [*steps, steps[0]]:
-        reference = step.run(backend(), layer)  # writes this step's keys, too
-        for stored, mine in zip(step.cache, cache, strict=True):
-            mine[: len(stored)] = stored
-        query[: len(step.query)] = step.query
-        geometry.query_start_loc.fill_(len(step.query))
-        geometry.query_start_loc[: len(step.contexts) + 1] = step.geometry.query_start_loc
-        geometry.seq_lens.fill_(999)
-        geometry.seq_lens[: len(step.contexts)] = step.geometry.seq_lens
-        geometry.block_table.zero_()
-        geometry.block_table[: len(step.contexts), : step.geometry.block_table.shape[1]] = step.geometry.block_table
-        out.fill_(float("nan"))
-        graph.replay()
+    steps = [make(layer, contexts, seed=seed) for seed, contexts in enumerate(GRAPHED)]
+    for step, out in replays(backend(), layer, steps):
         check(step, layer, out)
-        torch.testing.assert_close(out[: len(step.query)], reference, rtol=2**-6, atol=2**-6)
+        torch.testing.assert_close(out, step.run(backend(), layer), rtol=2**-6, atol=2**-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from graphed_attention import GRAPHED, replays
 from torch import Tensor
 
 from hotswap.core.clock import ManualClock
@@ -179,3 +180,17 @@ def test_a_captured_decode_step_follows_what_changes(name: str, block_size: int)
         layers.load(step)
         graph.replay()
         layers.check(outputs)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_version_4_in_a_graph_serves_whatever_its_buffers_say(window: int | None) -> None:
+    """Any rows, not decode alone: that is what it declares. One capture, then steps of other lengths, rows and padding."""
+    backend = built("flash_attn_4", 16)
+    assert backend.capabilities.graph_capture == "any"
+    given = AttentionLayer(0, HEADS, KV_HEADS, SIZE, SIZE, SIZE**-0.5, window=window)
+    steps = [
+        make_paged_step(backend.layout, given, contexts, block_size=16, dtype=torch.bfloat16, device="cuda", seed=seed)
+        for seed, contexts in enumerate(GRAPHED)
+    ]
+    for step, out in replays(backend, given, steps):
+        torch.testing.assert_close(out.double().cpu(), step.expected(given), rtol=2**-7, atol=2**-7)

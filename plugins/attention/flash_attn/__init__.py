@@ -1,7 +1,8 @@
 """Attention `flash_attn` (FlashAttention 2 and 3) and `flash_attn_4`: used where somebody has installed them.
 
-Two providers, since one that is fast is chosen by itself and one that is not only by name: on an H200 version 4 is slower than
-`triton_paged` at decoding, and a call of it keeps the host for 0.2 ms.
+Both only when named, until one has been measured as faster than `triton_paged`. Versions 2 and 3 have not been run on a card
+with this version; on an H200 version 4 is slower at decoding, and a call of it keeps the host for 0.2 ms. Mixed steps of
+versions 2 and 3 do not run in graphs, as those of `triton_paged` do.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def hotswap_attention() -> Iterator[Provider[AttentionBackend]]:
         name="flash_attn",
         build=_build(_SECOND_AND_THIRD),
         unavailable=_unavailable(_SECOND_AND_THIRD),
-        priority=20,
+        automatic=False,
         summary="FlashAttention 3, else 2, over the paged cache; NVIDIA cards from Ampere on.",
     )
     yield Provider(

@@ -20,14 +20,13 @@ from .versions import Version
 
 
 class FlashAttention(AttentionBackend):
-    """`prepare` looks at nothing, and each call is queued without a wait, so that steps can be captured. Only those of one
-    token a request are said to be: mixed ones are not known to work in a graph."""
-
-    capabilities = Capabilities(
-        dtypes=DTYPES, window=True, soft_cap=True, non_causal=True, graph_capture="uniform_decode"
-    )
+    """`prepare` looks at nothing, and each call is queued without a wait, so that steps can be captured: those that the
+    version's `graph_capture` says."""
 
     def __init__(self, version: Version) -> None:
+        self.capabilities = Capabilities(
+            dtypes=DTYPES, window=True, soft_cap=True, non_causal=True, graph_capture=version.graph_capture
+        )
         self.layout = token_major(version.block_sizes)
         self._call = CALLS[version.number]()
         self._sums_lengths = version.number == 2

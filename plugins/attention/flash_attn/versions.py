@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 from hotswap.core.contracts.attention import AttentionContext
 from hotswap.core.contracts.provider import DeviceInfo
@@ -26,7 +27,7 @@ class Version:
 
     missing: why it cannot be imported, as far as files tell; None when it can.
     oldest, too_new: compute capabilities whose paged caches it serves: from the first, and below the second (None: all).
-    block_sizes: see `KVLayout`.
+    block_sizes, graph_capture: see `KVLayout` and `Capabilities`.
     against_head_size: why a head size is not served on a device; None when it is.
     """
 
@@ -36,6 +37,7 @@ class Version:
     oldest: tuple[int, int]
     too_new: tuple[int, int] | None
     block_sizes: tuple[int, ...]
+    graph_capture: Literal["uniform_decode", "any"]
     against_head_size: Callable[[int, DeviceInfo], str | None]
 
     @property
@@ -121,9 +123,12 @@ def _multiples_of_16(size: int, device: DeviceInfo) -> str | None:
 # of their tiles. The smallest tile has 64 tokens.
 _BELOW_A_TILE = tuple(range(1, 64))
 
-VERSION_2 = Version(2, "flash_attn", _missing_2, (8, 0), None, (256,), _multiples_of_8)
-VERSION_3 = Version(3, "flash_attn_interface", _missing_3, (8, 0), (10, 0), _BELOW_A_TILE, _multiples_of_8)
-VERSION_4 = Version(4, "flash_attn.cute", _missing_4, (9, 0), (12, 0), _BELOW_A_TILE, _multiples_of_16)
+# Mixed steps of versions 2 and 3 are not known to work in a graph; those of version 4 were replayed on an H200.
+VERSION_2 = Version(2, "flash_attn", _missing_2, (8, 0), None, (256,), "uniform_decode", _multiples_of_8)
+VERSION_3 = Version(
+    3, "flash_attn_interface", _missing_3, (8, 0), (10, 0), _BELOW_A_TILE, "uniform_decode", _multiples_of_8
+)
+VERSION_4 = Version(4, "flash_attn.cute", _missing_4, (9, 0), (12, 0), _BELOW_A_TILE, "any", _multiples_of_16)
 
 
 def choose(candidates: Sequence[Version], context: AttentionContext) -> Version | None:
