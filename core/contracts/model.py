@@ -70,6 +70,10 @@ class Model(ABC):
         str, tuple[str, ...]
     ] = {}  # fused module -> its parts in the checkpoint ("qkv_proj": ("q_proj", ...))
     chunkable: bool = True  # False for bidirectional encoders: a prompt must then be computed in one step
+    # Whether `embed`, `forward` and `logits` may be recorded once and replayed: what they ask of the device follows from the
+    # shapes of their inputs alone, they look at no value on the host (`item`, `nonzero`, a condition), and nothing that they
+    # make outlives the call. Read once the weights are loaded; may be a property.
+    supports_graphs: bool = True
 
     @abstractmethod
     def cache_specs(self) -> Sequence[CacheSpec]:

@@ -57,10 +57,12 @@ class Platform(ABC):
     is_asynchronous: work is queued, and calls return before it is done; then host tensors that are copied to or from the
         device must lie in memory of `pinned`.
     supports_graphs: `capture` works.
+    lends_graph_results: `graph_result` gives up the memory of what it is given.
     """
 
     is_asynchronous: bool = False
     supports_graphs: bool = False
+    lends_graph_results: bool = False
 
     @abstractmethod
     def probe(self) -> DeviceInfo:
@@ -114,6 +116,13 @@ class Platform(ABC):
         """Records what `run` queues. All graphs of a platform share one memory pool: capture the largest first, and let no
         result of one be read after another has run. Raises PluginError where graphs are not supported."""
         raise PluginError(f"{type(self).__name__} cannot capture graphs")
+
+    def graph_result(self, tensor: torch.Tensor) -> torch.Tensor:
+        """For a tensor that the `run` of the last `capture` made: one over the same memory that does not hold it, so that later
+        captures may use it for tensors of theirs. Each replay writes it; it may be read and written until another graph is
+        replayed, while its own graph lives. The tensor itself where memory is not lent: each graph then keeps its results
+        apart."""
+        return tensor
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -95,7 +95,7 @@ class EngineBuilder:
             self._load_weights(model, platform)
         limits = self._limits(window, model)
         device_side = self._device_side(platform, model, groups, backends, limits)
-        cache_plan = device_side.plan_cache()
+        cache_plan = device_side.plan_cache(processes_logits=bool(processors))
         kv = KVCacheManager(
             cache_plan.num_blocks, cache_plan.block_size, enable_prefix_caching=self._config.cache.enable_prefix_caching
         )

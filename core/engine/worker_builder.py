@@ -6,20 +6,24 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+import torch
+
 from ..config import EngineConfig
 from ..contracts.attention import AttentionBackend
 from ..contracts.executor import Worker
 from ..contracts.model import Model
 from ..contracts.platform import Platform
 from ..layers.ops import OpTable
-from ..runner.graphs import decode_sizes
-from ..runner.kv_cache import CacheGroup, CachePlan, MemoryTable, allocate_cache, plan_cache
+from ..runner.graphs import kept_bytes, unsupported
+from ..runner.kv_cache import GIB, CacheGroup, CachePlan, MemoryTable, allocate_cache, plan_cache
 from ..runner.largest_step import LargestStep
 from ..runner.memory_report import guard_part
 from ..runner.model_runner import ModelRunner, RunnerLimits
+from ..runner.penalties import PenaltyPool
 from ..runner.processors import ActiveProcessor
 from ..runner.step_context import GroupCache
 from ..runner.transfer import Transfers
+from ..runner.trial_sampling import SamplingDemands
 from ..scheduling.limits import SchedulingLimits
 
 logger = logging.getLogger("hotswap.engine")
@@ -60,40 +64,84 @@ class WorkerBuilder:
         if platform.supports_graphs and not config.enforce_eager:
             self._max_graph_tokens = min(config.max_graph_tokens, limits.max_num_batched_tokens)
 
-    def plan_cache(self) -> CachePlan:
-        """Sizes the KV cache. Raises UsageError when not even the smallest fits."""
+    def plan_cache(self, *, processes_logits: bool = False) -> CachePlan:
+        """Sizes the KV cache. processes_logits: whether there are logits processors. Raises UsageError when not even the
+        smallest fits."""
         cache, platform = self._config.cache, self._platform
-        step_bytes = self._measure_step() if platform.is_asynchronous else 0
+        step_bytes = self._measure_step(processes_logits) if platform.is_asynchronous else 0
         measured = 0
         if cache.kv_cache_memory_bytes is None and cache.num_gpu_blocks_override is None:
             share = cache.gpu_memory_utilization
             measured = platform.kv_cache_bytes(share, step_bytes) if step_bytes else platform.kv_cache_bytes(share)
         return plan_cache(self._groups, cache, measured)
 
-    def _measure_step(self) -> int:
-        """Bytes that the largest step takes, and those of the graphs' pool."""
+    def _measure_step(self, processes_logits: bool) -> int:
+        """Bytes that the largest step takes, the graphs' pool, and what sampling keeps. Then runs what serving would otherwise
+        be the first to run."""
         started = time.monotonic()
-        limits, platform = self._limits, self._platform
-        sizes = {"largest step": limits.max_num_batched_tokens, "graphs": self._max_graph_tokens}
-        total = 0
-        with guard_part("largest step", self._memory, platform, self._config):
-            step = LargestStep(
-                self._model, self._served, self._ops, platform, self._transfers, self._config.cache.block_size
-            )
-            for part, num_tokens in sizes.items():
-                if num_tokens:
-                    rows = min(limits.max_num_seqs, num_tokens)
-                    taken = platform.peak_bytes(lambda tokens=num_tokens, rows=rows: step.run(tokens, rows))  # type: ignore[misc]
-                    self._memory.add(part, taken)
-                    total += taken
-        if self._max_graph_tokens:
-            # Each decode graph keeps its logits, in float32, apart from what the pool shares.
-            rows = sum(decode_sizes(min(limits.max_num_seqs, self._max_graph_tokens)))
-            kept = 4 * rows * self._logits_width
-            self._memory.add("graphs' logits", kept)
-            total += kept
+        config, limits, graph_tokens = self._config, self._limits, self._graph_tokens()
+        max_rows, max_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+        with guard_part("largest step", self._memory, self._platform, config):
+            step = self._trial_step(processes_logits)
+            total = self._measured("largest step", lambda: step.run(max_tokens, min(max_rows, max_tokens)))
+            if graph_tokens:
+                total += self._measure_graphs(step, graph_tokens)
+        with guard_part("sampling", self._memory, self._platform, config):
+            total += self._measured("sampling", lambda: PenaltyPool(self._logits_width, self._transfers, max_rows))
         self._seconds["largest step"] = time.monotonic() - started
+        started = time.monotonic()
+        with guard_part("largest step", self._memory, self._platform, config):
+            step.warm_up(max_tokens, max_rows, graph_tokens if self._captures_all() else 0)
+            self._platform.synchronize()
+        self._seconds["warm-up"] = time.monotonic() - started
         return total
+
+    def _graph_tokens(self) -> int:
+        """Of the largest step that will be replayed; 0: none is."""
+        reason = unsupported(self._model, [served.backend for served in self._served])
+        return self._max_graph_tokens if reason is None else 0
+
+    def _measure_graphs(self, step: LargestStep, graph_tokens: int) -> int:
+        """Bytes of the graphs' pool. Both families count: memory that the pool took for the tensors of one may be in too small
+        pieces for the other's logits."""
+        max_rows, captures_all = self._limits.max_num_seqs, self._captures_all()
+        rows = min(max_rows, graph_tokens)
+        total = self._measured("decode graphs", lambda: step.decode(rows, rows))
+        if captures_all:
+            total += self._measured("forward graphs", lambda: step.decode(graph_tokens, rows))
+        if not self._platform.lends_graph_results:
+            embeds = self._model.embed(self._transfers.upload([0], torch.int64))
+            token_bytes = embeds.shape[1] * embeds.element_size()  # a hidden state's, too
+            tokens = graph_tokens if captures_all else 0
+            kept = kept_bytes(rows, tokens, max_rows, 4 * self._logits_width, token_bytes)
+            self._memory.add("graphs' results", kept)
+            total += kept
+        return total
+
+    def _captures_all(self) -> bool:
+        """Whether every step of few tokens is to be replayed, not only those that decode."""
+        return all(served.backend.capabilities.graph_capture == "any" for served in self._served)
+
+    def _trial_step(self, processes_logits: bool) -> LargestStep:
+        config = self._config
+        demands = SamplingDemands(
+            max_logprobs=min(config.max_logprobs, self._logits_width),
+            processed_logprobs=config.logprobs_mode == "processed_logprobs",
+            processors=processes_logits,
+        )
+        block_size, max_model_len = config.cache.block_size, self._limits.max_model_len
+        given = (self._model, self._served, self._ops, self._platform, self._transfers)
+        return LargestStep(*given, block_size, max_model_len, demands)
+
+    def _measured(self, part: str, run: Callable[[], object]) -> int:
+        """The bytes that `run` takes at its highest point; what it returns is dropped."""
+
+        def dropped() -> None:
+            run()
+
+        taken = self._platform.peak_bytes(dropped)
+        self._memory.add(part, taken)
+        return taken
 
     def worker(self, plan: CachePlan, processors: Sequence[ActiveProcessor]) -> Callable[[], Worker]:
         """Allocates the KV cache; what is returned makes the worker on the thread that calls it."""
@@ -133,9 +181,10 @@ class WorkerBuilder:
         return make_worker
 
     def _capture(self, runner: ModelRunner) -> None:
-        started, report = time.monotonic(), self._report
+        started, report, before = time.monotonic(), self._report, self._platform.memory().available_bytes
         with guard_part("graphs", self._memory, self._platform, self._config):
             count = runner.capture_graphs(None if report is None else lambda done, total: report("graphs", done, total))
         if count:
             self._seconds["graphs"] = time.monotonic() - started
-            logger.info("captured %d graphs in %.1f s", count, self._seconds["graphs"])
+            taken = max(0, before - self._platform.memory().available_bytes)
+            logger.info("captured %d graphs in %.1f s, %.2f GiB", count, self._seconds["graphs"], taken / GIB)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..layers.ops import OpTable
+from ..layers.sampling.slices import COPIED, slices
 from .penalties import PenaltyPool
 from .sampling_rows import Edits
 
@@ -33,8 +34,7 @@ def apply_edits(logits: Tensor, edits: Edits, history: History, pool: PenaltyPoo
     positions = history.positions.index_select(0, edits.rows)
     num_outputs = positions - history.num_prompt_tokens.index_select(0, edits.rows)
     if edits.allowed is not None:
-        at, mask = edits.allowed
-        logits.index_copy_(0, at, logits.index_select(0, at).masked_fill_(~mask, NEVER))
+        _allow(logits, *edits.allowed)
     if edits.words is not None:
         _ban_words(logits, edits, history, positions, num_outputs)
     if edits.until is not None:
@@ -47,6 +47,13 @@ def apply_edits(logits: Tensor, edits: Edits, history: History, pool: PenaltyPoo
         _force(logits, *edits.forced)
     if edits.penalties is not None:
         pool.apply(logits, *edits.penalties, ops)
+
+
+def _allow(logits: Tensor, at: Tensor, masks: Tensor) -> None:
+    """Puts minus infinity where a row's mask is False."""
+    for part in slices(len(at), logits.shape[1], COPIED):
+        rows = at[part]
+        logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(~masks[part], NEVER))
 
 
 def _ban(logits: Tensor, at: Tensor, ids: Tensor, condition: Tensor) -> None:
@@ -76,8 +83,12 @@ def _ban_words(logits: Tensor, edits: Edits, history: History, positions: Tensor
     _ban(logits, at, last, same.all(1) & (num_outputs.index_select(0, at) >= lengths))
 
 
-def _force(logits: Tensor, at: Tensor, forced: Tensor) -> None:
-    """Leaves only forced tokens, where at least one of them may be drawn."""
-    values = logits.index_select(0, at)
-    possible = (forced & (values > NEVER)).any(1, keepdim=True)
-    logits.index_copy_(0, at, values.masked_fill_(~forced & possible, NEVER))
+def _force(logits: Tensor, at: Tensor, ids: Tensor) -> None:
+    """Leaves only a row's forced tokens, where at least one of them may be drawn. Without a matrix of any kind: all is taken
+    from the row, and they are put back."""
+    places = at * logits.shape[1] + ids
+    values = _flat(logits).take(places)
+    best = torch.full((len(logits),), NEVER, dtype=logits.dtype, device=logits.device)
+    best.scatter_reduce_(0, at, torch.where(values > NEVER, values, NEVER), "amax")
+    logits.masked_fill_((best > NEVER).unsqueeze(1), NEVER)
+    _flat(logits).index_copy_(0, places, values)

@@ -4,18 +4,22 @@ Two families. `decode`: every row is one token; the graph goes from the step's i
 it writes where the next step reads it. `forward`: any rows, up to a number of tokens; the graph ends with the hidden states.
 A step takes the smallest graph that holds it; what is left over is padding: rows of the scratch slot without tokens, and
 tokens that no row owns.
+
+What a graph leaves behind is read before the next replay of any. So where the platform lends the memory of results, no graph
+holds its own: those captured later use it again, and the ladder's logits take no more than the largest graph's.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from ..contracts.attention import AttentionBackend
 from ..contracts.model import Model
 from ..contracts.platform import DeviceGraph, Platform
 from ..layers.ops import OpTable
@@ -49,6 +53,24 @@ def forward_sizes(max_tokens: int, max_num_seqs: int) -> list[tuple[int, int]]:
     return sorted(sizes)
 
 
+def unsupported(model: Model, backends: Iterable[AttentionBackend]) -> str | None:
+    """Why no step of a model can be replayed; None where some can."""
+    if not model.supports_graphs:
+        return f"the model ({type(model).__name__}) says that it cannot be recorded"
+    for backend in backends:
+        if backend.capabilities.graph_capture == "none":
+            return f"the attention backend ({type(backend).__name__}) says that it cannot be recorded"
+    return None
+
+
+def kept_bytes(max_rows: int, max_tokens: int, max_num_seqs: int, row_bytes: int, token_bytes: int) -> int:
+    """What the results of all graphs take where memory is not lent. max_rows, max_tokens: as of GraphRunner. row_bytes: of a
+    row's logits. token_bytes: of a token's hidden state."""
+    rows = sum(decode_sizes(max_rows))
+    tokens = sum(size for size, _ in forward_sizes(max_tokens, max_num_seqs)) if max_tokens else 0
+    return rows * row_bytes + (rows + tokens) * token_bytes
+
+
 @dataclass(slots=True, eq=False)
 class DecodeResult:
     """What a decode graph left behind, first rows valid; overwritten by the next replay of any graph."""
@@ -65,6 +87,13 @@ class GraphStep:
     buffers: StepBuffers
     decoded: DecodeResult | None
     hidden: Tensor
+
+    def over(self, lent: Callable[[Tensor], Tensor]) -> GraphStep:
+        """The same with its results lent."""
+        decoded = self.decoded
+        if decoded is not None:
+            decoded = DecodeResult(lent(decoded.logits), lent(decoded.token_ids), lent(decoded.best))
+        return GraphStep(self.buffers, decoded, lent(self.hidden))
 
 
 @dataclass(slots=True, eq=False)
@@ -168,6 +197,7 @@ class GraphRunner:
         run()  # compiles kernels and lets libraries make their workspaces: neither may happen during a capture
         found.clear()  # a run's logits are large, and only the recording's are ever read
         graph = self._platform.capture(run)
+        found[-1] = found[-1].over(self._platform.graph_result)
         return _Captured(graph, found)
 
     def _run_model(self, buffers: StepBuffers) -> Tensor:

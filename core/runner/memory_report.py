@@ -1,4 +1,5 @@
-"""Out of memory at start, for the reader: which part, how large, how much was free, and the one flag to change."""
+"""Out of memory, for the reader: at start which part, how large, how much was free; later in a step; and the one flag to
+change."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from ..errors import UsageError
 from .kv_cache import GIB, MemoryTable
 
 # What start-up takes memory for, in the order in which it does.
-Part = Literal["weights", "request tables", "largest step", "KV cache", "graphs"]
+Part = Literal["weights", "largest step", "sampling", "KV cache", "request tables", "graphs"]
 
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -64,8 +65,8 @@ def _advice(shortage: Shortage, others: int, config: EngineConfig) -> str:
         if config.model.dtype == "float32":
             return "Give --dtype bfloat16, which halves them"
         return "Give a smaller or quantized --model"
-    if shortage.part == "request tables":
-        return f"Lower --max-model-len{_now(config.model.max_model_len)}"
+    if shortage.part in ("sampling", "request tables"):
+        return f"Lower --max-num-seqs{_now(config.scheduler.max_num_seqs)}"
     if shortage.part == "largest step":
         return f"Lower --max-num-batched-tokens{_now(config.scheduler.max_num_batched_tokens)}"
     if shortage.part == "graphs":
@@ -82,6 +83,27 @@ def _cache_advice(config: EngineConfig) -> str:
     if cache.kv_cache_memory_bytes is not None:
         return f"Lower --kv-cache-memory-bytes{_now(cache.kv_cache_memory_bytes)}"
     return f"Lower --gpu-memory-utilization{_now(cache.gpu_memory_utilization)}"
+
+
+def explain_step_out_of_memory(error: BaseException, config: EngineConfig) -> str | None:
+    """The same for a step while serving, where the error, or what it was raised for, is a device's "out of memory"; None for
+    any other."""
+    shortage = next((cause for cause in _causes(error) if is_out_of_memory(cause)), None)
+    if shortage is None:
+        return None
+    asked_bytes = _asked_bytes(str(shortage))
+    asked = "" if asked_bytes is None else f" when {_gib(asked_bytes)} more were asked for"
+    return f"the device ran out of memory in a step{asked}. {_cache_advice(config)}"
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, then what it was raised for, to the innermost."""
+    seen: set[int] = set()
+    inner: BaseException | None = error
+    while inner is not None and id(inner) not in seen:
+        seen.add(id(inner))
+        yield inner
+        inner = inner.__cause__ or (None if inner.__suppress_context__ else inner.__context__)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -10,6 +10,7 @@ needs to know is on its way there when that is made.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from ..contracts.platform import Platform
 from ..kv_cache.block_pool import NULL_BLOCK
 from ..layers.ops import OpTable
 from .edits import History
-from .graphs import DecodeResult, GraphRunner, Progress
+from .graphs import DecodeResult, GraphRunner, Progress, unsupported
 from .input_batch import BatchRequest, InputBatch, StepRows
 from .kv_cache import MemoryTable, copy_blocks, poison_blocks
 from .logprobs import position_logprobs
@@ -39,6 +40,8 @@ from .sampling_rows import SamplingBatch, SamplingRow, build_batch, resolve_row
 from .step_buffers import StepBuffers
 from .step_context import GroupCache, StepContext
 from .transfer import Download, Transfers
+
+logger = logging.getLogger("hotswap.runner")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,7 @@ class ModelRunner(Worker):
         )
         self._rows: dict[int, SamplingRow] = {}
         self._prompt_logprobs: dict[int, int] = {}  # request -> alternatives, for those that ask
-        self._pool = PenaltyPool(limits.logits_width, transfers)
+        self._pool = PenaltyPool(limits.logits_width, transfers, limits.max_num_seqs)
         self._processors = ProcessorChain(processors)
         self._poisons = poison
         self._processed_logprobs = processed_logprobs
@@ -147,12 +150,15 @@ class ModelRunner(Worker):
 
     @torch.inference_mode()
     def capture_graphs(self, progress: Progress | None = None) -> int:
-        """Captures the ladder of graphs, where device, attention backends and `limits` allow; returns how many."""
-        able = {served.backend.capabilities.graph_capture for served in self._groups}
+        """Captures the ladder of graphs, where device, model, attention backends and `limits` allow; returns how many."""
         if self._platform is None or not self._platform.supports_graphs or not self._limits.max_graph_tokens:
             return 0
-        if "none" in able:
+        backends = [served.backend for served in self._groups]
+        reason = unsupported(self._model, backends)
+        if reason is not None:
+            logger.info("no graphs are captured: %s", reason)
             return 0
+        able = {backend.capabilities.graph_capture for backend in backends}
         graphs = GraphRunner(
             self._model,
             self._context,
@@ -198,7 +204,9 @@ class ModelRunner(Worker):
     def _forward(self, rows: StepRows, *, draws_all: bool) -> tuple[StepBuffers, Tensor, DecodeResult | None]:
         """Runs the model over a step: hidden states of all its tokens, and what a decode graph made of them."""
         if self._graphs is not None:
-            step = self._graphs.run(rows, decode=draws_all and rows.is_decode and not self._prompt_logprobs)
+            # A row of one token that draws has no prompt token behind it, so that a request which asked for its prompt's
+            # log-probabilities is owed none by it: nobody needs its hidden state.
+            step = self._graphs.run(rows, decode=draws_all and rows.is_decode)
             if step is not None:
                 return step.buffers, step.hidden, step.decoded
         buffers = self._batch.lay_out(rows)
@@ -223,6 +231,7 @@ class ModelRunner(Worker):
         for chunk in pending.chunks:
             tokens = self._batch.tokens(chunk.request, chunk.first, chunk.first + len(chunk.hidden))
             outcome.prompts.append(describe_prompt(chunk, tokens, self._model, self._ops, self._transfers))
+        pending.chunks.clear()  # they hold the hidden states of the whole step, which the next one needs the memory of
         return lambda: self._result(pending, outcome)
 
     def collective(self, method: str, *args: Any) -> Any:
@@ -368,6 +377,7 @@ class ModelRunner(Worker):
         key = [request.request_id for request in requests]
         if self._sampling is not None and self._sampling.key == key and not masks:
             return self._sampling
+        self._sampling = None  # before the new one is made: its masks may be large
         at_place = {place: masks[request_id] for place, request_id in enumerate(key) if request_id in masks}
         rows = [self._rows[request_id] for request_id in key]
         slots = self._transfers.upload([request.slot for request in requests], torch.int64)

@@ -15,7 +15,7 @@ from ..layers.ops import OpTable
 from ..sampling_params import SamplingParams
 from .transfer import Transfers
 
-_FIRST_CAPACITY = 8
+_FEW_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +34,21 @@ def penalties_of(params: SamplingParams) -> Penalties | None:
 
 
 class PenaltyPool:
-    """What each penalised request's tokens have cost so far. Rows are handed out, freed and reused; the pool grows by
-    doubling. Kept per token: how often it was drawn, what its logit is divided by, what is taken off it."""
+    """What each penalised request's tokens have cost so far. Rows are handed out, freed and reused. Kept per token: how often
+    it was drawn, what its logit is divided by, what is taken off it; 12 bytes.
 
-    def __init__(self, logits_width: int, transfers: Transfers) -> None:
+    rows: there is room for so many at once, taken now, so that a server which has filled the device has it when it is needed
+    (a host's memory is not touched before). With more than that the pool doubles.
+    """
+
+    def __init__(self, logits_width: int, transfers: Transfers, rows: int = _FEW_ROWS) -> None:
         self._width = logits_width
         self._transfers = transfers
-        self._counts = self._zeros(0, torch.int32, logits_width)
-        self._divisors = self._zeros(0, torch.float32, logits_width)
-        self._amounts = self._zeros(0, torch.float32, logits_width)
-        self._penalties = self._zeros(0, torch.float32, 3)  # repetition, presence, frequency
-        self._free: list[int] = []
+        self._counts = self._empty(rows, logits_width, torch.int32)
+        self._divisors = self._empty(rows, logits_width, torch.float32)
+        self._amounts = self._empty(rows, logits_width, torch.float32)
+        self._penalties = self._empty(rows, 3, torch.float32)  # repetition, presence, frequency
+        self._free = list(range(rows - 1, -1, -1))
 
     def __len__(self) -> int:
         """Rows in use."""
@@ -95,19 +99,20 @@ class PenaltyPool:
 
         A prompt may hold ids beyond the logits (padded embeddings): no penalty can apply to what cannot be drawn.
         """
-        counts = self._zeros(self._width + 1, torch.int32)
+        counts = torch.zeros(self._width + 1, dtype=torch.int32, device=self._transfers.device)
         at = token_ids.to(torch.int64).clamp(max=self._width)
         return counts.scatter_add_(0, at, torch.ones_like(at, dtype=torch.int32))[: self._width]
 
-    def _zeros(self, count: int, dtype: torch.dtype, *width: int) -> Tensor:
-        return torch.zeros((count, *width), dtype=dtype, device=self._transfers.device)
+    def _empty(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """A row is written whole when it is taken."""
+        return torch.empty((rows, width), dtype=dtype, device=self._transfers.device)
 
     def _grow(self) -> None:
         old = self._counts.shape[0]
-        new = max(_FIRST_CAPACITY, 2 * old)
+        new = 2 * old
         for name in ("_counts", "_divisors", "_amounts", "_penalties"):
             before: Tensor = getattr(self, name)
-            after = self._zeros(new, before.dtype, before.shape[1])
+            after = self._empty(new, before.shape[1], before.dtype)
             after[:old] = before
             setattr(self, name, after)
         self._free.extend(range(new - 1, old - 1, -1))

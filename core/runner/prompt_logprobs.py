@@ -68,9 +68,17 @@ def describe_prompt(
     chunk: PromptChunk, tokens: Tensor, model: Model, ops: OpTable, transfers: Transfers
 ) -> PromptDescription:
     """tokens: int64, those that the chunk's rows predict."""
-    slices = []
-    for start in range(0, len(chunk.hidden), SLICE):
-        logits = model.logits(chunk.hidden[start : start + SLICE])
-        found = ops.gather_logprobs(logits, tokens[start : start + SLICE], chunk.count)
-        slices.append(transfers.download(*found, logits.amax(1)))
+    slices = describe_hidden(chunk.hidden, tokens, chunk.count, model, ops, transfers)
     return PromptDescription(chunk.place, chunk.first, chunk.count, slices)
+
+
+def describe_hidden(
+    hidden: Tensor, tokens: Tensor, count: int, model: Model, ops: OpTable, transfers: Transfers
+) -> list[Download]:
+    """What `PromptDescription.slices` holds."""
+    found = []
+    for start in range(0, len(hidden), SLICE):
+        logits = model.logits(hidden[start : start + SLICE])
+        described = ops.gather_logprobs(logits, tokens[start : start + SLICE], count)
+        found.append(transfers.download(*described, logits.amax(1)))
+    return found

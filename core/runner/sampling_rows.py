@@ -118,7 +118,7 @@ class Edits:
         tuple[Tensor, Tensor, Tensor, Tensor] | None
     )  # at [W], last ids [W], prefixes [W, L] (-1 pads), prefix lengths [W]
     bias: tuple[Tensor, Tensor, Tensor] | None  # at, token ids, float32 values; all [B]
-    forced: tuple[Tensor, Tensor] | None  # at [F], bool [F, V]
+    forced: tuple[Tensor, Tensor] | None  # at, token ids; both [F]
     penalties: tuple[Tensor, Tensor] | None  # at [P], pool rows [P]
 
 
@@ -228,7 +228,7 @@ def build_batch(
         groups.append(_draw_group([rows[p] for p in places], places, None if whole else source, is_edited, ordered))
     with_logprobs = [(place, row.logprobs) for place, row in enumerate(rows) if row.logprobs is not None]
     batch = SamplingBatch(
-        edits=_edits([rows[p] for p in edited], edited, masks, logits_width, transfers) if edited else None,
+        edits=_edits([rows[p] for p in edited], edited, masks) if edited else None,
         groups=tuple(groups),
         logprob_rows=tuple(place for place, _ in with_logprobs),
         num_logprobs=tuple(count for _, count in with_logprobs),
@@ -254,15 +254,9 @@ def _draw_group(
     )
 
 
-def _edits(
-    rows: list[SamplingRow],
-    places: list[int],
-    masks: Mapping[int, Tensor],
-    logits_width: int,
-    transfers: Transfers,
-) -> Edits:
+def _edits(rows: list[SamplingRow], places: list[int], masks: Mapping[int, Tensor]) -> Edits:
     allowed: list[tuple[int, Tensor]] = []
-    forced: list[tuple[int, Tensor]] = []
+    forced: list[tuple[int, int]] = []
     until: list[tuple[int, int, int]] = []
     bias: list[tuple[int, int, float]] = []
     words: list[tuple[int, tuple[int, ...]]] = []
@@ -270,9 +264,8 @@ def _edits(
     for at, (place, row) in enumerate(zip(places, rows, strict=True)):
         both = [mask for mask in (row.allowed, masks.get(place)) if mask is not None]
         if both:
-            allowed.append((at, both[0] & both[-1]))
-        if row.forced:
-            forced.append((at, transfers.to_device(_mask(row.forced, logits_width))))
+            allowed.append((at, both[0] if len(both) == 1 else both[0] & both[1]))
+        forced.extend((at, token_id) for token_id in row.forced)
         until.extend((at, token_id, count) for token_id, count in row.until)
         bias.extend((at, token_id, value) for token_id, value in row.bias)
         words.extend((at, word) for word in row.words)
@@ -285,7 +278,7 @@ def _edits(
         until=_columns(until, torch.int64, torch.int64, torch.int64),
         words=_words(words),
         bias=_columns(bias, torch.int64, torch.int64, torch.float32),
-        forced=_masks(forced),
+        forced=_columns(forced, torch.int64, torch.int64),
         penalties=_columns(penalised, torch.int64, torch.int64),
     )
 

@@ -157,10 +157,6 @@ class FakeEngine:
             return {"policy": arguments["name"], "distribution": "hotswap", "version": "0", "victim": victim}
         raise HotswapError(f"there is no {arguments.get('name', method)!r}")
 
-    async def drain(self, timeout: float) -> bool:
-        self.state = "draining"
-        return not self._streams
-
     async def shutdown(self) -> None:
         self.die("the server is shutting down")
 

@@ -21,7 +21,7 @@ from ..request import Request, Status, WaitingReason
 from ..sampling_params import SamplingParams
 from ..scheduling.limits import SchedulingLimits
 from ..scheduling.mechanism import Mechanism
-from ..scheduling.plan_builder import MAX_HOLDS
+from ..scheduling.plan_builder import HOLD_SHARE, MAX_HOLDS
 from .scripted_executor import Script, ScriptedExecutor
 
 PREFIX_SEED = b"scheduling harness"
@@ -78,7 +78,8 @@ def counting_script(request_id: int, index: int) -> int:
 class SchedulingHarness:
     """One engine without a model. `confirmed` and `ended` hold what was handed out so far, by request.
 
-    computes_once: whether it is a fault to admit a request while a running one computes the next block that it lacks.
+    computes_once: whether it is a fault to admit a request while a running one computes enough of the blocks that it lacks
+    next. Here a single block can be enough: prompts are short.
     """
 
     def __init__(
@@ -97,7 +98,12 @@ class SchedulingHarness:
         limits: SchedulingLimits | None = None,
         **changed_limits: Any,
     ) -> None:
-        defaults: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 48}
+        defaults: dict[str, Any] = {
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 16,
+            "max_model_len": 48,
+            "min_tokens_awaited": 1,
+        }
         self.limits = limits or SchedulingLimits(**(defaults | changed_limits))
         self.kv = kv or KVCacheManager(
             num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, prefix_seed=PREFIX_SEED
@@ -245,16 +251,22 @@ class SchedulingHarness:
         starts = {row.request_id: row.num_scheduled_tokens_before for row in plan.scheduled}
         self._num_known_at_admission |= {new.request_id: len(new.token_ids) for new in plan.new}
         is_new = {new.request_id: new.num_computed_tokens for new in plan.new}
+        budget = self.limits.max_num_batched_tokens
         for row in plan.scheduled:
             starts[row.request_id] += row.num_tokens  # what is scheduled once this row is
             request = self.requests[row.request_id]
             if row.request_id in is_new and self._computes_once and self.kv.can_match(request):
-                self._check_computed_once(request, is_new[row.request_id] + self.kv.block_size, starts)
+                self._check_computed_once(request, is_new[row.request_id], starts, budget)
+            budget -= row.num_tokens
 
-    def _check_computed_once(self, request: Request, end: int, scheduled: dict[int, int]) -> None:
-        """end: of the first block that the request computes. scheduled: the counts of those in the plan, so far."""
-        if end >= request.num_known_tokens or request.num_holds >= MAX_HOLDS:
+    def _check_computed_once(self, request: Request, start: int, scheduled: dict[int, int], budget: int) -> None:
+        """start: the first token that the request computes. scheduled: the counts of those in the plan, so far. budget: what
+        was left of the step."""
+        block_size, num_known = self.kv.block_size, request.num_known_tokens
+        if request.num_holds >= MAX_HOLDS:
             return
+        now = min(num_known - start, budget)
+        enough = min(now, max(self.limits.min_tokens_awaited, now / HOLD_SHARE))
         for view in self.mechanism.running:
             other = self.requests[view.request_id]
             if other is request or other.finish_pending is not None:
@@ -264,9 +276,10 @@ class SchedulingHarness:
                 self._num_known_at_admission[other.request_id],
                 _num_shared_tokens(request, other),
             )
-            if other.num_computed_tokens < end <= most:
+            most = min(most, num_known - 1) // block_size * block_size
+            if other.num_computed_tokens < start + block_size and most - start >= enough:
                 raise SchedulingFault(
-                    f"request {request.request_id} is admitted to compute tokens up to {end}, "
+                    f"request {request.request_id} is admitted to compute tokens {start} to {most}, "
                     f"which request {other.request_id} has in flight"
                 )
 

@@ -43,6 +43,8 @@ class ScriptedModel(_Unlearned):
     of attention is the first token of whatever the block table leads to.
     """
 
+    supports_graphs = False  # the script is looked up on the host
+
     def __init__(self, context: ModelContext, script: Script) -> None:
         super().__init__(context)
         self._script = script

@@ -21,6 +21,7 @@ from hotswap.core.runner.processed import processed_logits
 from hotswap.core.runner.sampler import Drawn, sample
 from hotswap.core.runner.sampling_rows import SamplingBatch, build_batch, resolve_row
 from hotswap.core.runner.transfer import Transfers
+from hotswap.core.runner.trial_sampling import SamplingDemands, try_sampling
 from hotswap.core.sampling_params import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -108,7 +109,7 @@ class Sampled:
     def step(self, logits: Tensor, batch: SamplingBatch) -> tuple[Drawn, tuple[Tensor, Tensor, Tensor], Tensor]:
         drawn = sample(logits, batch, self.history, self.pool, self.ops)
         described = self.ops.gather_logprobs(logits, drawn.token_ids, max(batch.num_logprobs))
-        return drawn, described, processed_logits(logits, drawn.edited, batch)
+        return drawn, described, processed_logits(logits.clone(), drawn.edited, batch)
 
 
 def logits_of(kind: str, count: int, width: int) -> Tensor:
@@ -145,6 +146,52 @@ def test_every_feature_gives_the_references_tokens_without_waiting(kind: str, wi
 
 def test_penalty_rows_are_taken_without_waiting(forbid_waiting: Any) -> None:
     forbid_waiting(Sampled, "cuda", len(SETTINGS), 1000)
+
+
+def card_transfers() -> Transfers:
+    platform = SimpleNamespace(
+        is_asynchronous=True,
+        pinned=lambda shape, dtype: torch.empty(shape, dtype=dtype, pin_memory=True),
+        event=torch.cuda.Event,
+    )
+    return Transfers("cuda", cast(Platform, platform))
+
+
+def compiled() -> int:
+    """Variants of the sampling kernels that there are."""
+    from hotswap.plugins.kernels.triton import sampling, sampling_argmax, sampling_draw, sampling_logprobs
+
+    kernels = [
+        found
+        for module in (sampling, sampling_argmax, sampling_draw, sampling_logprobs)
+        for found in vars(module).values()
+        if hasattr(found, "device_caches")
+    ]
+    return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+
+def test_nothing_is_compiled_after_the_trial() -> None:
+    width, ops = 7001, triton_ops()
+    before = compiled()
+    try_sampling(torch.randn((3, width), device="cuda"), SamplingDemands(40, True), ops, card_transfers())
+    after = compiled()
+    assert after > before
+    for count in (1, 5, 2 * len(SETTINGS)):
+        sampled = Sampled("cuda", count, width)
+        sampled.step(logits_of("random", count, width).cuda(), sampled.batch())
+    assert compiled() == after
+
+
+@pytest.mark.parametrize("demands", [SamplingDemands(20), SamplingDemands(100), SamplingDemands(20, True)])
+def test_sampling_takes_a_few_times_its_logits(demands: SamplingDemands) -> None:
+    """The KV cache pays for it."""
+    logits, ops, transfers = torch.randn((256, 128_256), device="cuda"), triton_ops(), card_transfers()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    try_sampling(logits, demands, ops, transfers)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 3.5 * logits.nbytes
 
 
 def random_draws(count: int, width: int) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -242,6 +243,19 @@ def test_graphs_share_a_pool_and_a_stream(card: FakeCuda) -> None:
     assert [graph.calls for graph in card.graphs] == [["begin", "end", "replay"]] * 2
     assert card.graphs[0].options == card.graphs[1].options == {"pool": (0, 1), "capture_error_mode": "thread_local"}
     assert ran == [False, False] and gc.isenabled()
+
+
+def test_a_graphs_result_holds_no_memory() -> None:
+    storage = torch.arange(24, dtype=torch.int16)
+    given = storage.view(torch.bfloat16).view(4, 6)[1:, ::2]
+    found = make().graph_result(given)
+    assert found.shape == given.shape and found.stride() == given.stride() and found.dtype == given.dtype
+    assert found.data_ptr() == given.data_ptr() and torch.equal(found.view(torch.int16), given.view(torch.int16))
+    found.zero_()
+    assert not bool(given.view(torch.int16).any()) and bool(storage[:6].any())
+    held = weakref.ref(given.untyped_storage())
+    del given, storage
+    assert held() is None, "it keeps what it was made of"
 
 
 def test_a_step_that_cannot_be_captured(card: FakeCuda) -> None:

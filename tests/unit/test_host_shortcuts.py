@@ -174,4 +174,4 @@ def test_one_that_computes_what_is_indexed_is_waited_for_where_that_ends() -> No
             kv.index_computed(request)
     kv.announce(computing)
     assert len(kv.match(waiting)) == 4
-    assert kv.awaited_key(waiting) == computing.block_hashes[5]
+    assert kv.awaited(waiting) == (computing.block_hashes[5], 8)

@@ -9,8 +9,7 @@ import torch
 
 from hotswap.core.layers.jit import host_target
 from hotswap.core.layers.jit import rope_write_kv as module
-from hotswap.core.layers.jit.paged_cache import PagedCache
-from hotswap.core.layers.jit.rope_write_kv import RopeWriteKV, rope_write_kv, rotary_embedding, write_kv
+from hotswap.core.layers.jit.rope_write_kv import rope_write_kv, rotary_embedding, write_kv
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -39,6 +38,17 @@ def caches(blocks: int, heads: int, d: int, block_size: int, dtype: torch.dtype)
     )
 
 
+def views(key_cache: torch.Tensor, value_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As [block, token, head, dim]."""
+    return key_cache.permute(0, 3, 1, 2), value_cache.permute(0, 2, 1, 3)
+
+
+def split(qkv: torch.Tensor, heads: int, kv_heads: int, d: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The views of a fused projection that its q, k and v are."""
+    q, k, v = qkv.view(len(qkv), -1, d).split_with_sizes((heads, kv_heads, kv_heads), 1)
+    return q, k, v
+
+
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     tolerance = 1e-6 if actual.dtype == torch.float32 else 2**-7
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=1e-6)
@@ -54,18 +64,16 @@ def test_rope_write_kv(
 ) -> None:
     tokens = 13
     qkv = random(tokens, (heads + 2 * kv_heads) * d, dtype=dtype)
-    split = heads * d, (heads + kv_heads) * d
-    q, k, v = (
-        part.view(tokens, -1, d) for part in (qkv[:, : split[0]], qkv[:, split[0] : split[1]], qkv[:, split[1] :])
-    )
+    q, k, v = split(qkv, heads, kv_heads, d)
     positions = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(1))
     cos_sin = angles(50, r)
     slots = torch.randperm(5 * block_size, generator=torch.Generator().manual_seed(2))[:tokens] + block_size
     slots[[3, 7]] = -1
     expected_q, expected_k, values = rotated(q, positions, cos_sin), rotated(k, positions, cos_sin), v.clone()
     key_cache, value_cache = caches(6, kv_heads, d, block_size, cache_dtype)
-    again, (key_again, value_again) = qkv.clone(), caches(6, kv_heads, d, block_size, cache_dtype)
-    rope_write_kv(q, k, v, positions, cos_sin, key_cache, value_cache, slots)
+    again = qkv.clone()
+    keys_again, values_again = torch.full((2, 6, block_size, kv_heads, d), 9.0, dtype=cache_dtype)  # tokens first
+    rope_write_kv(q, k, v, positions, cos_sin, *views(key_cache, value_cache), slots)
     assert_close(q, expected_q)
     assert_close(k, expected_k)
     assert torch.equal(v, values)
@@ -78,9 +86,9 @@ def test_rope_write_kv(
             assert torch.equal(value_cache[block, :, offset], v[token].to(cache_dtype))
     untouched = ~written.view(6, 1, 1, block_size).expand_as(key_cache)
     assert (key_cache[untouched] == 9).all() and (value_cache.transpose(2, 3)[untouched] == 9).all()
-    layer = RopeWriteKV(heads, cos_sin, PagedCache.of(key_again, value_again), dtype)
-    layer(again, positions, slots)
-    assert torch.equal(again, qkv) and torch.equal(key_again, key_cache) and torch.equal(value_again, value_cache)
+    rope_write_kv(*split(again, heads, kv_heads, d), positions, cos_sin, keys_again, values_again, slots)
+    keys, values = views(key_cache, value_cache)
+    assert torch.equal(again, qkv) and torch.equal(keys_again, keys) and torch.equal(values_again, values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -106,11 +114,10 @@ def test_bits_do_not_depend_on_threads_or_batch() -> None:
     results = []
     for threads, pieces in ((1, [150]), (2, [150]), (2, [1, 60, 89])):
         copy, (key_cache, value_cache) = qkv.clone(), caches(12, 3, 64, 16, torch.bfloat16)
-        layer = RopeWriteKV(9, cos_sin, PagedCache.of(key_cache, value_cache), torch.bfloat16)
-        end = 0
+        cache, end = views(key_cache, value_cache), 0
         for size in pieces:
             part = slice(end, end + size)
-            layer(copy[part], positions[part], slots[part], threads=threads)
+            rope_write_kv(*split(copy[part], 9, 3, 64), positions[part], cos_sin, *cache, slots[part], threads=threads)
             end += size
         results.append((copy, key_cache, value_cache))
     for other in results[1:]:
@@ -121,11 +128,17 @@ def test_without_rotation_only_the_cache_changes() -> None:
     qkv = random(3, 5 * 8)
     before = qkv.clone()
     key_cache, value_cache = caches(2, 1, 8, 4, torch.float32)
-    RopeWriteKV(3, None, PagedCache.of(key_cache, value_cache), torch.float32)(
-        qkv, torch.arange(3), torch.arange(3) + 4
-    )
+    rope_write_kv(*split(qkv, 3, 1, 8), torch.arange(3), None, *views(key_cache, value_cache), torch.arange(3) + 4)
     assert torch.equal(qkv, before)
     assert torch.equal(key_cache[1, 0, :, :3].t(), qkv[:, 24:32]) and torch.equal(value_cache[1, 0, :3], qkv[:, 32:])
+
+
+def test_values_of_another_size_than_keys() -> None:
+    q, k, v = random(3, 4, 24), random(3, 2, 24, seed=1), random(3, 2, 40, seed=2)
+    keys, values = torch.zeros(2, 4, 2, 24), torch.zeros(2, 4, 2, 40)
+    rope_write_kv(q, k, v, torch.arange(3), angles(4, 24), keys, values, torch.arange(3) + 4)
+    assert torch.equal(keys[1, :3], k) and torch.equal(values[1, :3], v)
+    assert not keys[0].any() and not values[0].any()
 
 
 @pytest.mark.parametrize("width", [4, 16])
@@ -143,16 +156,27 @@ def test_other_vector_shapes(monkeypatch: pytest.MonkeyPatch, width: int) -> Non
 def test_wrong_arguments_are_named() -> None:
     q, k, v = random(2, 4, 8), random(2, 2, 8), random(2, 2, 8)
     positions, cos_sin, slots = torch.arange(2), angles(4, 8), torch.arange(2)
-    keys, values = caches(2, 2, 8, 4, torch.float32)
+    key_cache, value_cache = caches(2, 2, 8, 4, torch.float32)
+    keys, values = views(key_cache, value_cache)
     with pytest.raises(ValueError, match="positions must be contiguous int64"):
         rope_write_kv(q, k, v, positions.int(), cos_sin, keys, values, slots)
     with pytest.raises(ValueError, match="slot_mapping"):
         rope_write_kv(q, k, v, positions, cos_sin, keys, values, slots[:1])
     with pytest.raises(ValueError, match="KV cache is"):
-        rope_write_kv(q, k, v, positions, cos_sin, keys, keys, slots)
+        write_kv(k, v, key_cache, key_cache, slots)
+    with pytest.raises(ValueError, match="are no cache of one dtype"):
+        rope_write_kv(q, k, v, positions, cos_sin, keys, values.bfloat16(), slots)
+    with pytest.raises(ValueError, match="are no cache of one dtype"):
+        rope_write_kv(q, k, v, positions, cos_sin, keys, values[:, :3], slots)
     with pytest.raises(ValueError, match="holds 2 heads"):
         rope_write_kv(q, k[:, :1], v[:, :1], positions, cos_sin, keys, values, slots)
+    with pytest.raises(ValueError, match="holds 2 heads"):
+        rope_write_kv(q, k, v[:, :1], positions, cos_sin, keys, values, slots)
+    with pytest.raises(ValueError, match="heads of q have 6 elements"):
+        rope_write_kv(random(2, 4, 6), k, v, positions, cos_sin, keys, values, slots)
     with pytest.raises(ValueError, match="cos_sin"):
         rope_write_kv(q, k, v, positions, cos_sin.double(), keys, values, slots)
     with pytest.raises(ValueError, match="does not go with"):
         rope_write_kv(q, k, v.bfloat16(), positions, cos_sin, keys, values, slots)
+    with pytest.raises(TypeError, match="float32 or bfloat16"):
+        rope_write_kv(q, k, v, positions, cos_sin, keys.half(), values.half(), slots)

@@ -62,8 +62,8 @@ def test_the_whole_line() -> None:
     [
         ("weights", {}, "Give a smaller or quantized --model"),
         ("weights", {"dtype": "float32"}, "Give --dtype bfloat16, which halves them"),
-        ("request tables", {"max_model_len": 131072}, "Lower --max-model-len (now 131072)"),
-        ("request tables", {}, "Lower --max-model-len"),
+        ("sampling", {"max_num_seqs": 512}, "Lower --max-num-seqs (now 512)"),
+        ("request tables", {}, "Lower --max-num-seqs (now 256)"),
         ("largest step", {}, "Lower --max-num-batched-tokens"),
         ("KV cache", {}, "Lower --gpu-memory-utilization (now 0.9)"),
         ("KV cache", {"kv_cache_memory_bytes": 2**40}, f"Lower --kv-cache-memory-bytes (now {2**40})"),

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from hotswap.core.config import EngineConfig
 from hotswap.core.contracts import KeyedPolicy
-from hotswap.core.engine.process import describe_fault
+from hotswap.core.engine.process import tell_fault
 from hotswap.core.errors import PlanError
 from hotswap.core.plugin_manager import PluginManager
 from hotswap.core.testing.scheduling_harness import fake_request
@@ -43,7 +44,7 @@ def test_the_plugin_whose_code_raised_is_named(faulty: tuple[PluginManager, Keye
         policy.push(fake_request(1, prompt=range(3)))  # through the core's KeyedPolicy into the plugin's key()
     owner = manager.owner_of(caught.value)
     assert owner is not None and owner.how == "file"
-    message = describe_fault(caught.value, owner)
+    message = tell_fault(caught.value, owner, EngineConfig())
     assert message == f"plugin file {path.name} failed: ZeroDivisionError: division by zero"
 
 
@@ -53,4 +54,4 @@ def test_the_cores_own_faults_are_nobodys(faulty: tuple[PluginManager, KeyedPoli
         raise PlanError("the pool is short of a block")
     except PlanError as error:
         assert manager.owner_of(error) is None
-        assert describe_fault(error, None) == "PlanError: the pool is short of a block"
+        assert tell_fault(error, None, EngineConfig()) == "PlanError: the pool is short of a block"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ import pytest
 from hotswap.core.contracts.policy import KeyedPolicy, Policy, RequestView
 from hotswap.core.engine.wire import EngineStats
 from hotswap.core.errors import PlanError, RequestError
+from hotswap.core.kv_cache import PendingBlocks
 from hotswap.core.request import Request, Status, WaitingReason
+from hotswap.core.scheduling.limits import SchedulingLimits
 from hotswap.core.scheduling.plan_builder import MAX_HOLDS
 from hotswap.core.testing.scheduling_harness import SchedulingHarness, fake_request
 from hotswap.plugins.schedulers.continuous_batching import ContinuousBatching
@@ -19,6 +23,9 @@ from hotswap.plugins.schedulers.policies.priority import Priority
 from hotswap.plugins.schedulers.victims.newest import Newest
 
 PREFIX = list(range(100, 112))  # three blocks of four
+SERVING: dict[str, Any] = {  # elsewhere one block of four is enough to wait for
+    "min_tokens_awaited": SchedulingLimits(max_num_seqs=1, max_num_batched_tokens=1, max_model_len=1).min_tokens_awaited
+}
 
 
 def harness_with(make_policy: Callable[[], Policy] = Fcfs, **settings: Any) -> SchedulingHarness:
@@ -364,7 +371,7 @@ def test_misuse_is_refused() -> None:
     harness = harness_with()
     add_sharing(harness, 0, 1)
     builder = harness.mechanism.begin_plan()
-    with pytest.raises(PlanError, match="nobody computes its next block"):
+    with pytest.raises(PlanError, match="nobody computes enough of its next blocks"):
         builder.hold(harness.requests[0])
     builder.admit(harness.mechanism.policy.pop(), 15)
     builder.hold(harness.requests[1])
@@ -374,25 +381,95 @@ def test_misuse_is_refused() -> None:
         builder.build()
 
 
+# What is worth waiting for.
+
+
+def is_held(shared: int, own: int, budget: int = 8192) -> bool:
+    """Whether a request waits for so many tokens in flight, where the step has `budget` left for it."""
+    limits = {"num_blocks": 512, "block_size": 16, "max_model_len": 4096, "max_num_batched_tokens": shared + 1 + budget}
+    harness = harness_with(**(limits | SERVING), computes_once=False)
+    prefix = list(range(100, 100 + shared))
+    harness.add(fake_request(0, [*prefix, 7], max_tokens=2))
+    harness.add(fake_request(1, [*prefix, *[8] * own], max_tokens=2))
+    harness.schedule()
+    waits = held(harness) == [1]
+    finish(harness)
+    return waits
+
+
+def test_a_few_tokens_are_computed_again() -> None:
+    """A step of latency is more than they take."""
+    assert [is_held(shared, own=10) for shared in (16, 48, 63, 64, 80)] == [False, False, False, True, True]
+
+
+def test_what_is_a_small_part_of_the_work_is_computed_again() -> None:
+    """A hundred documents behind one short instruction would otherwise leave the step to the first of them."""
+    assert [is_held(64, own) for own in (192, 193, 3000)] == [True, False, False]
+    assert [is_held(1024, own) for own in (64, 2900)] == [True, True]
+
+
+def test_what_the_step_has_no_room_for_does_not_count() -> None:
+    """128 of at most 256 tokens, and of 513."""
+    assert is_held(128, own=3000, budget=256)
+    assert not is_held(128, own=3000, budget=513)
+
+
+def test_whoever_would_be_no_further_waits_for_little_too() -> None:
+    """All that it would compute in this step is in flight: it loses nothing."""
+    assert is_held(16, own=3000, budget=16)
+    assert not is_held(16, own=3000, budget=17)
+
+
+def test_tokens_that_are_there_already_do_not_count() -> None:
+    harness = harness_with(**SERVING, num_blocks=512, block_size=16, max_model_len=4096, max_num_batched_tokens=8192)
+    prefix = list(range(100, 148))
+    harness.add(fake_request(0, [*prefix, 7], max_tokens=1))
+    finish(harness)
+    longer = [*prefix, *range(500, 564)]  # 48 tokens are indexed, and 64 will be in flight
+    for number in (1, 2):
+        harness.add(fake_request(number, [*longer, *[number] * 192], max_tokens=1))
+    harness.add(fake_request(3, [*longer, *[3] * 193], max_tokens=1))
+    harness.schedule()
+    assert (running(harness), held(harness)) == ([1, 3], [2])
+    finish(harness)
+
+
 # What it is for, and what it costs.
 
 
-def test_256_requests_behind_one_prefix_compute_it_once() -> None:
-    """The benchmark's workload, a block of it for each token of prefix and suffix."""
-    requests, prefix, suffix = 256, 1024, 64
-    harness = harness_with(
-        num_blocks=4096, block_size=16, max_num_seqs=256, max_num_batched_tokens=16_384, max_model_len=2048
-    )
+def shared_prefix() -> tuple[list[list[int]], list[int]]:
+    """The benchmark's workload: 256 requests of 64 tokens behind one prefix of 1,024."""
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "workloads.py"
+    prompts, outputs = runpy.run_path(str(path))["shared_prefix"](output=2)
+    assert {len(prompt) for prompt in prompts} == {1024 + 64} and len(prompts) == 256
+    return prompts, outputs
+
+
+def num_prompt_tokens_computed(**settings: Any) -> int:
+    """With limits as in serving, two steps in flight."""
+    defaults = {"num_blocks": 4096, "block_size": 16, "max_num_seqs": 256, "max_model_len": 2048}
+    harness = harness_with(**(defaults | SERVING | settings))
     harness.executor = Counting(harness)  # type: ignore[assignment]
-    for number in range(requests):
-        harness.add(fake_request(number, [*range(prefix), *[number] * suffix], max_tokens=2))
+    prompts, outputs = shared_prefix()
+    for number, (prompt, max_tokens) in enumerate(zip(prompts, outputs, strict=True)):
+        harness.add(fake_request(number, prompt, max_tokens=max_tokens))
     schedule = harness.scheduler.schedule
     while harness.mechanism.num_unfinished:
         plans = [plan for plan in (schedule(), schedule()) if plan is not None]
         for plan in plans:
             harness.scheduler.update(harness.executor.run(plan))  # type: ignore[attr-defined]
     harness.mechanism.check_integrity()
-    assert harness.executor.num_tokens_computed == prefix + requests * suffix + requests
+    return harness.executor.num_tokens_computed - 256  # each second output token
+
+
+@pytest.mark.parametrize("budget", [512, 8192, 16_384])
+def test_256_requests_behind_one_prefix_compute_it_once(budget: int) -> None:
+    assert num_prompt_tokens_computed(max_num_batched_tokens=budget) == 1024 + 256 * 64 == 17_408
+
+
+def test_without_waiting_they_compute_it_many_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PendingBlocks, "num_pending", lambda *given: 0)
+    assert num_prompt_tokens_computed(max_num_batched_tokens=8192) > 31_000
 
 
 class Counting:

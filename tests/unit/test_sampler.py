@@ -19,6 +19,7 @@ from hotswap.core.layers.sampling.noise import uniform
 from hotswap.core.runner.edits import History
 from hotswap.core.runner.logprobs import position_logprobs
 from hotswap.core.runner.penalties import Penalties, PenaltyPool, penalties_of
+from hotswap.core.runner.processed import processed_logits
 from hotswap.core.runner.sampler import Drawn, sample
 from hotswap.core.runner.sampling_rows import build_batch, resolve_row
 from hotswap.core.runner.transfer import Transfers
@@ -544,7 +545,7 @@ def test_a_batch_that_is_uploaded_in_one_copy_is_the_same() -> None:
         rows = [resolve_row(p, i, width, transfers, i if i == 1 else None) for i, p in enumerate(params)]
         copies.clear()
         built.append(build_batch(rows, {}, width, transfers))
-    assert len(copies) == 2, "the mask of forced tokens, and all else"
+    assert len(copies) == 1
 
     def tensors(found: Any) -> list[Any]:
         if isinstance(found, torch.Tensor):
@@ -556,3 +557,46 @@ def test_a_batch_that_is_uploaded_in_one_copy_is_the_same() -> None:
 
     assert tensors(built[0]) == tensors(built[1])
     assert built[0].edits is not None and built[0].edits.words is not None
+
+
+def test_forced_tokens_that_are_all_impossible_leave_the_row_as_it_was() -> None:
+    """Of two rows, one may draw none of its forced tokens: it is drawn from what is left, as if nothing were forced."""
+    logits = torch.zeros((2, 50))
+    logits[:, 7] = 9.0
+    params = SamplingParams(temperature=0.0, logit_bias={3: 100.0, 4: 100.0}, bad_words_token_ids=[[3], [4]])
+    free = SamplingParams(temperature=0.0, logit_bias={3: 100.0, 4: 100.0}, bad_words_token_ids=[[3]])
+    found = run(logits, [Row(params), Row(free)])
+    assert found.token_ids.tolist() == [7, 4] and found.faults.tolist() == [0, 0]
+    assert found.edited is not None
+    assert torch.isfinite(found.edited[0]).sum() == 48 and torch.isfinite(found.edited[1]).sum() == 1
+
+
+def test_edits_and_processed_logits_do_not_depend_on_how_rows_are_sliced(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn((11, 300), generator=torch.Generator().manual_seed(5))
+    rows = [
+        Row(SamplingParams(seed=at, top_p=0.5, min_p=0.01, allowed_token_ids=list(range(at, 300, at + 1))))
+        for at in range(10)
+    ]
+    rows.append(Row(SamplingParams(seed=3, top_k=40, temperature=0.3)))
+    resolved = [resolve_row(row.params, 0, 300, TRANSFERS, None) for row in rows]
+    batch = build_batch(resolved, {}, 300, TRANSFERS)
+    found = []
+    for _ in range(2):
+        drawn = run(logits, rows)
+        found.append((drawn.token_ids, drawn.edited, processed_logits(logits.clone(), drawn.edited, batch)))
+        monkeypatch.setattr("hotswap.core.runner.edits.COPIED", 1)
+        monkeypatch.setattr("hotswap.core.runner.processed.SORTED", 1)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert int(torch.isfinite(found[0][2][10]).sum()) <= 40
+
+
+def test_a_pool_with_room_for_all_never_grows() -> None:
+    pool = PenaltyPool(16, TRANSFERS, 5)
+    tokens = torch.tensor([1, 2])
+    kept = pool._divisors
+    taken = [pool.add(Penalties(1.5, 0.0, 0.0), tokens, tokens[:0]) for _ in range(5)]
+    assert sorted(taken) == list(range(5)) and len(pool) == 5 and pool._divisors is kept
+    pool.remove(taken[0])
+    assert pool.add(Penalties(1.5, 0.0, 0.0), tokens, tokens[:0]) == taken[0] and pool._divisors is kept
+    assert pool.add(Penalties(2.0, 0.0, 0.0), tokens, tokens[:0]) == 5, "more than there was room for"
+    assert pool._divisors[taken[1]].tolist() == [1.0, 1.5, 1.5] + [1.0] * 13

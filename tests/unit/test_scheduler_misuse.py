@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hotswap.core.clock import ManualClock
@@ -15,9 +17,9 @@ from hotswap.plugins.schedulers.policies.fcfs import Fcfs
 from hotswap.plugins.schedulers.victims.newest import Newest
 
 
-def harness_of(kind: type[ContinuousBatching], policy: Fcfs | None = None) -> SchedulingHarness:
+def harness_of(kind: type[ContinuousBatching], policy: Fcfs | None = None, **limits: Any) -> SchedulingHarness:
     chosen = Fcfs() if policy is None else policy
-    return SchedulingHarness(lambda mechanism: kind(mechanism, chosen, Newest()), chosen)
+    return SchedulingHarness(lambda mechanism: kind(mechanism, chosen, Newest()), chosen, **limits)
 
 
 class Sorts(ContinuousBatching):
@@ -104,3 +106,26 @@ def test_removed_requests_do_not_pile_up_behind_one_that_waits() -> None:
             policy.remove(number)
     assert len(policy._heap) < 200
     assert [policy.pop().request_id for _ in range(len(policy))] == [0, 1]
+
+
+@pytest.mark.parametrize("closing", ["num_blocks_missing", "can_schedule", "preemption_candidates"])
+def test_what_closes_the_step_for_admission_counts_for_one_that_was_found_admissible_before(closing: str) -> None:
+    harness = harness_of(ContinuousBatching, max_num_batched_tokens=100)
+    mechanism = harness.mechanism
+    harness.add(fake_request(0, [1, 2, 3], max_tokens=9))
+    harness.step()
+    harness.add(fake_request(1, [4, 5, 6], max_tokens=9))
+    (needy,) = mechanism.running
+    builder = mechanism.begin_plan()
+    waiting = mechanism.policy.pop()
+    assert builder.can_admit(waiting, 3)
+    if closing == "preemption_candidates":
+        builder.preemption_candidates(needy)
+    elif closing == "can_schedule":
+        assert not builder.can_schedule(needy, 90)
+    else:
+        assert builder.num_blocks_missing(needy, 90) > 0
+    assert builder.num_tokens_wanted(needy) == 1
+    with pytest.raises(PlanError, match="running requests wait for blocks"):
+        builder.admit(waiting, 3)
+    assert not builder.can_admit(waiting, 3)

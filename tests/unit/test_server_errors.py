@@ -128,7 +128,10 @@ def test_a_full_queue_is_a_refusal_and_not_a_request_that_failed(make_api: Calla
 
 @pytest.mark.parametrize("state", ["starting", "draining"])
 def test_not_ready(api: Any, state: str) -> None:
-    api.engine.state = state
+    if state == "draining":
+        api.state.begin_drain()
+    else:
+        api.engine.state = state
     for reply in (api.get("/health"), api.get("/ping"), api.get("/v1/models"), api.complete(), api.chat()):
         assert check_shape(reply, 503)["code"] == state
     assert api.get("/version").status_code == 200

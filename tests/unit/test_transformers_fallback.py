@@ -94,7 +94,9 @@ def assert_same_logits(found: Tensor, expected: Tensor) -> None:
 )
 def test_served_exactly(name: str, folder_of: Folders) -> None:
     """Rotary, learned and no positions; sliding windows; logit scales; experts; keys wider than values."""
-    harness = ForwardHarness(loaded(folder_of(name)), TorchReferenceAttention(), block_size=4)
+    model = loaded(folder_of(name))
+    assert not model.supports_graphs
+    harness = ForwardHarness(model, TorchReferenceAttention(), block_size=4)
     oracle = oracle_of(folder_of(name))
     assert_same_logits(harness.logits(PROMPT), logits_of(oracle, PROMPT))
     assert_same_logits(harness.logits(PROMPT, chunk_size=7), logits_of(oracle, PROMPT))

@@ -251,6 +251,16 @@ def test_gather_logprobs_is_the_references(width: int, chunk: int | None, count:
     torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=1e-6)
 
 
+def test_long_lists_are_the_same_made_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.cat([rows_of(kind, 2, 90) for kind in KINDS])
+    chosen = torch.arange(len(logits))
+    monkeypatch.setattr("hotswap.plugins.kernels.triton.sampling_logprobs.SORTED", 1)
+    found = sampling.gather_logprobs(logits.to(DEVICE), chosen.to(DEVICE), MAX_LISTED + 8)
+    wanted = logprobs.gather_logprobs(logits, chosen, MAX_LISTED + 8)
+    assert torch.equal(found[0].cpu(), wanted[0]) and torch.equal(found[2].cpu(), wanted[2])
+    torch.testing.assert_close(found[1].cpu(), wanted[1], rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("count", [3, MAX_LISTED + 1])
 def test_logprobs_of_rows_that_are_not_finite_are_the_floor(count: int) -> None:
     logits = rows_of("random", 4, 90)

@@ -85,6 +85,18 @@ class AddsInPlace(MyModel):
         return embeds.copy_(super().forward(embeds, positions, context, intermediates)).clone()
 
 
+class LooksAtItsResult(MyModel):
+    """A condition on values: recorded as it was once, and a wait in every step."""
+
+    def forward(
+        self, embeds: Tensor, positions: Tensor, context: ForwardContext, intermediates: dict[str, Tensor] | None = None
+    ) -> Tensor:
+        hidden = super().forward(embeds, positions, context, intermediates)
+        if bool(hidden.isnan().any()):
+            raise FloatingPointError("the hidden states are not numbers")
+        return hidden
+
+
 class CachesAllHeads(MyModel):
     """A cache spec with room for every query head, although fewer KV heads are kept."""
 
@@ -112,4 +124,5 @@ BROKEN: tuple[BrokenSample, ...] = (
     _sample("forgets_the_last_norm", ForgetsTheLastNorm, "every_tensor_is_used"),
     _sample("adds_in_place", AddsInPlace, "attention_is_asked_for_in_layer_order"),
     _sample("caches_all_heads", CachesAllHeads, "cache_specs_agree_with_the_layers"),
+    _sample("looks_at_its_result", LooksAtItsResult, "what_may_be_recorded_looks_at_no_value"),
 )

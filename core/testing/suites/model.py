@@ -26,6 +26,7 @@ from typing import Any, ClassVar, cast
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...contracts.attention import AttentionLayer
 from ...contracts.kernels import LinearKernel, PackedWeight
@@ -243,6 +244,23 @@ class ModelSuite(ConformanceSuite):
         if model.attention_layers():
             assert asked == list(model.attention_layers())
 
+    def test_what_may_be_recorded_looks_at_no_value(self) -> None:
+        """A model that supports graphs asks for nothing that depends on values: one step is recorded and replayed for others.
+        On a device, to look at a value is also to wait for it."""
+        model = self.loaded(self.checkpoint())
+        if not model.supports_graphs:
+            pytest.skip("it says that it cannot be recorded")
+
+        class Nothing:
+            def attend(
+                self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, *rotation: Tensor | None
+            ) -> Tensor:
+                return query.new_zeros(len(query), layer.num_heads, layer.head_dim_v)
+
+        with torch.no_grad(), _ShapesOnly():  # type: ignore[no-untyped-call]
+            hidden = model.forward(model.embed(torch.tensor(PROMPT[:6])), torch.arange(6), Nothing())
+            model.logits(hidden)
+
     def test_weight_specs_are_what_the_checkpoint_holds(self) -> None:
         """`weight_specs` lists every tensor of the checkpoint in its name and shape; what is not there is optional."""
         if self.names_differ:
@@ -341,6 +359,18 @@ class ModelSuite(ConformanceSuite):
             for part in parts:
                 stem = f"{parent}.{part}" if parent else part
                 assert f"{stem}.weight" in names, f"{spec.prefix}: the checkpoint has no {stem}.weight"
+
+
+class _ShapesOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises AssertionError on operations whose result on the host, or whose shape, depends on values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        by_integers = func is torch.ops.aten.index.Tensor and not any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if not by_integers and {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
+            raise AssertionError(f"{func} depends on values: either avoid it, or say `supports_graphs = False`")
+        return func(*args, **(kwargs or {}))
 
 
 class PlainForTests(QuantizationMethod):

@@ -63,7 +63,7 @@ class SchedulerSuite(ConformanceSuite):
 
     def context_fields(self) -> dict[str, Any]:
         policy = ByArrival()
-        limits = SchedulingLimits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=48)
+        limits = SchedulingLimits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=48, min_tokens_awaited=1)
         kv = KVCacheManager(16, 4, prefix_seed=PREFIX_SEED)
         return {"mechanism": Mechanism(limits, kv, policy), "policy": policy, "victim": MyVictim()}
 

@@ -29,6 +29,7 @@ class AcceleratorPlatform(Platform):
 
     is_asynchronous = True
     supports_graphs = True
+    lends_graph_results = True
 
     def __init__(self, info: DeviceInfo, index: int, *, deterministic: bool, logger: logging.Logger) -> None:
         self._info = info
@@ -155,6 +156,14 @@ class AcceleratorPlatform(Platform):
                 gc.enable()
         self._graphs.add(graph)
         return graph
+
+    def graph_result(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What is freed in a graph's pool stays there: torch gives a pool's memory to captures only, and to the driver when no
+        graph of the pool is left. Its own graph trees look at results in this way, too."""
+        storage = tensor.untyped_storage()
+        borrowed = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(borrowed, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._index)

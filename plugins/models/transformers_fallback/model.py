@@ -27,6 +27,11 @@ class TransformersModel(Model):
     logits is done.
     """
 
+    # Which of transformers' models can be recorded is not known, and differs from version to version: experts may be chosen in
+    # a loop over what a router said, and conditions on tensors may stand anywhere. A recording that succeeds would not prove
+    # that nothing was chosen by values that Python knows: it would be replayed for others.
+    supports_graphs = False
+
     def __init__(self, context: ModelContext) -> None:
         self._context = context
         text = context.hf_config.get("text_config") or context.hf_config
