@@ -4,9 +4,11 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
+SPEED_ARGS ?=
 # Test processes: each keeps to one core, a file of tests stays with one of them.
 JOBS   ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+GPU_PYTEST := $(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m pytest
 
 .PHONY: serve test test-full test-gpu lint format clean help
 
@@ -14,7 +16,7 @@ help:
 	@echo "make serve      set up, then serve the default model on http://127.0.0.1:8000 (ARGS='--port 9000' passes flags)"
 	@echo "make test       set up, then lint, type-check and run the tests"
 	@echo "make test-full  everything, with the long products and fuzzing"
-	@echo "make test-gpu   tests/gpu, on a machine with a GPU"
+	@echo "make test-gpu   tests/gpu, on a machine with a GPU: first what is right, then how fast, alone (SPEED_ARGS for that)"
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found; set PYTHON= to a Python 3.11 or 3.12"; exit 1; }
@@ -44,7 +46,8 @@ test-full: $(STAMP) lint
 
 test-gpu:
 	@test -d tests/gpu || { echo "make: this version has no GPU platform and so no tests/gpu"; exit 1; }
-	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m pytest tests/gpu -m gpu $(ARGS)
+	$(GPU_PYTEST) tests/gpu -m "gpu and not gpu_speed" $(ARGS)
+	$(GPU_PYTEST) tests/gpu -m gpu_speed -rxX $(SPEED_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

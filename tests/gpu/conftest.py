@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from speed_figures import SPEED_LINES
 
 _HERE = Path(__file__).parent
 
@@ -16,6 +17,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="torch finds no GPU here (torch.cuda.is_available() is false)"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """The figures of test_gpu_speed.py, where it ran."""
+    if lines := config.stash.get(SPEED_LINES, None):
+        terminalreporter.section("speed")
+        terminalreporter.write_line("\n".join(lines))
 
 
 @pytest.fixture(scope="session", autouse=True)
