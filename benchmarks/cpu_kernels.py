@@ -143,7 +143,8 @@ def bench_calls(rounds: int) -> None:
     qkv = torch.randn(1, 15 * 16)
     cache = PagedCache.of(torch.zeros(4, 3, 16, 16), torch.zeros(4, 3, 16, 16))
     position, slot, cos_sin = torch.zeros(1, dtype=torch.int64), torch.tensor([17]), torch.ones(8, 16)
-    rotate = rope.RopeWriteKV(9, cos_sin, cache, torch.float32)
+    q, k, v = qkv.view(1, 15, 16).split_with_sizes((9, 3, 3), 1)
+    keys, values = cache.key_cache.permute(0, 3, 1, 2), cache.value_cache.permute(0, 2, 1, 3)
     attend = PagedAttention(9, cache, 0.25, torch.float32)
     starts, lengths, table = torch.tensor([0, 1]).int(), torch.tensor([1]).int(), torch.ones(1, 4, dtype=torch.int32)
     plan, attended = plan_attention(starts, lengths, table, 3), torch.empty(1, 144)
@@ -152,7 +153,7 @@ def bench_calls(rounds: int) -> None:
         "rms_norm": lambda: elementwise.rms_norm(x, weight, 1e-5, out),
         "add_rms_norm": lambda: elementwise.add_rms_norm(x, y, weight, 1e-5, out),
         "silu_mul": lambda: elementwise.silu_mul(gate_up, out),
-        "RopeWriteKV": lambda: rotate(qkv, position, slot),
+        "rope_write_kv": lambda: rope.rope_write_kv(q, k, v, position, cos_sin, keys, values, slot),
         "PagedAttention": lambda: attend(qkv, plan, attended),
         "plan_attention (once a step)": lambda: plan_attention(starts, lengths, table, 3),
         "torch F.linear": lambda: F.linear(x, packed.panels[0]),

@@ -41,7 +41,7 @@ class ServerState:
             return "draining"
         if self.engine is None or self.engine.state == "starting":
             return "starting"
-        return "draining" if self.engine.state == "draining" else "ready"
+        return "ready"
 
     def _unhealthy(self) -> str | None:
         if self.engine is None or self.engine.state == "starting":

@@ -16,7 +16,6 @@ import argparse
 import hashlib
 import json
 import math
-import os
 import struct
 import sys
 import time
@@ -183,7 +182,8 @@ def read_all(checkpoint: SafetensorsCheckpoint, buffers: list[bytearray]) -> Non
     def read(share: int) -> None:
         for path, start in parts[share :: len(buffers)]:
             with path.open("rb", buffering=0) as file:
-                os.preadv(file.fileno(), [buffers[share]], start)
+                file.seek(start)
+                file.readinto(buffers[share])
 
     with ThreadPoolExecutor(len(buffers)) as pool:
         list(pool.map(read, range(len(buffers))))

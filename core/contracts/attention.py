@@ -146,7 +146,8 @@ class AttentionBackend(ABC):
     @abstractmethod
     def write_kv(self, key: Tensor, value: Tensor, cache: LayerCache) -> None:
         """Stores key [T, KVH, head_dim_k] and value [T, KVH, head_dim_v] at the geometry's slot_mapping. Inputs may be
-        strided views of a fused projection: a token's heads lie together, tokens are any stride apart."""
+        strided views of a fused projection: a token's heads lie together, tokens are any stride apart. Not called where a
+        kernel of the op `rope_write_kv` does it, in the places that `layout` says: it must do no more than that."""
 
     @abstractmethod
     def forward(self, query: Tensor, cache: LayerCache, layer: AttentionLayer) -> Tensor:

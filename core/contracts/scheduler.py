@@ -105,7 +105,8 @@ class PlanBuilder(ABC):
 
     def can_hold(self, view: RequestView) -> bool:
         """Whether the next full blocks that a waiting request lacks are just being computed for a running one, by steps that
-        are built and not confirmed. To admit it now would compute them twice; once they are confirmed it hits them."""
+        are built and not confirmed, and are enough to wait for: to admit it now would compute them twice; once they are
+        confirmed it hits them."""
         return False
 
     def hold(self, view: RequestView) -> None:

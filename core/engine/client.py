@@ -79,10 +79,8 @@ class EngineClient:
         self._heartbeat = Heartbeat(0.0)
         self._watcher: threading.Thread | None = None
         self._death: EngineDeadError | None = None
-        self._draining = False
         self._connected = False  # whether the front end knows the engine's facts
         self._ready: asyncio.Future[EngineInfo] | None = None
-        self._idle: asyncio.Event | None = None
         self.stats = EngineStats()
         self.on_progress: Callable[[StartupProgress], None] | None = None
 
@@ -127,12 +125,10 @@ class EngineClient:
 
     @property
     def state(self) -> str:
-        """ "starting", "ready", "draining" or "dead"."""
+        """ "starting", "ready" or "dead"."""
         if self._death is not None:
             return "dead"
-        if not self._connected:
-            return "starting"
-        return "draining" if self._draining else "ready"
+        return "ready" if self._connected else "starting"
 
     def health(self) -> str | None:
         """None when healthy, else the cause: dead, stuck (no step ended, or nothing was heard, for --engine-stuck-timeout
@@ -161,8 +157,6 @@ class EngineClient:
         """Waits until the engine is ready. Raises what stopped it (UsageError, ModelLoadError, EngineDeadError)."""
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._tasks.append(loop.create_task(self._receive(), name="engine-outputs"))
         self._watcher = threading.Thread(target=self._watch_process, args=(loop,), name="engine-watch", daemon=True)
         self._watcher.start()
@@ -171,20 +165,8 @@ class EngineClient:
         self._connected = True
         return info
 
-    async def drain(self, timeout: float) -> bool:
-        """Takes no new request and waits for those in flight. False when time ran out."""
-        self._draining = True
-        if self._idle is None:
-            return True
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout)
-        except TimeoutError:
-            return False
-        return True
-
     async def shutdown(self) -> None:
         """Ends the engine; requests still in flight fail. Idempotent."""
-        self._draining = True
         if self._death is None:
             self._die("the server is shutting down")
             self._send(Shutdown())
@@ -226,8 +208,6 @@ class EngineClient:
         state = self._front.outputs.add(request_id, prompt, requests)
         stream = DeltaStream()
         self._streams[id(state)] = stream
-        if self._idle is not None:
-            self._idle.clear()
         try:
             for request in requests:
                 self._send(request)
@@ -239,8 +219,6 @@ class EngineClient:
         finally:
             running = self._front.outputs.forget(state)
             self._streams.pop(id(state), None)
-            if not self._streams and self._idle is not None:
-                self._idle.set()
             if running and self._death is None:
                 self._send(AbortRequests(running))
 
@@ -263,8 +241,6 @@ class EngineClient:
             raise EngineDeadError(str(self._death))
         if self.state == "starting":
             raise RequestError("the engine is still starting", code="starting", status=503)
-        if self._draining:
-            raise RequestError("the server is shutting down", code="draining", status=503)
 
     def _send(self, message: FrontMessage) -> None:
         """Never awaited: a send waits for ever once the engine is gone, and its caller would not hear of the death. A

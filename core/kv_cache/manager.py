@@ -27,6 +27,13 @@ class _Match(NamedTuple):
     blocks: list[int]
 
 
+class Awaited(NamedTuple):
+    """Blocks that a request lacks next and that are being computed for others. key: the last one's. num_tokens: in all."""
+
+    key: bytes
+    num_tokens: int
+
+
 class KVCacheManager:
     """One cache group (all layers cache alike); plans carry a list per group, so that more can come.
 
@@ -83,10 +90,8 @@ class KVCacheManager:
         self._last_match = _Match(request.block_hashes, index.num_evictions, index.num_insertions, num_known, blocks)
         return blocks
 
-    def awaited_key(self, request: Request) -> bytes | None:
-        """The last block of those that the request lacks next and that are being computed for somebody else; None when it
-        would have to compute the next one itself.
-        """
+    def awaited(self, request: Request) -> Awaited | None:
+        """What others are computing for the request; None when nobody computes the block that it lacks next."""
         if not (len(self.pending) or self._unannounced) or not self.can_match(request):
             return None
         start, limit = len(self.match(request)), (request.num_known_tokens - 1) // self.block_size
@@ -98,7 +103,8 @@ class KVCacheManager:
             return None
         self.announce_scheduled()
         self.index.extend_keys(request, limit)
-        return self.pending.last_pending(request.block_hashes, start, limit)
+        count = self.pending.num_pending(request.block_hashes, start, limit)
+        return Awaited(request.block_hashes[start + count - 1], count * self.block_size) if count else None
 
     def announce(self, request: Request) -> None:
         """Full blocks among the known tokens that are scheduled so far count as being computed.

@@ -53,12 +53,9 @@ class PendingBlocks:
         """Whether the block is being computed."""
         return key in self._producers
 
-    def last_pending(self, keys: Sequence[bytes], start: int, stop: int) -> bytes | None:
-        """The last key of the unbroken run of pending ones in keys[start:stop] from its first; None when that is not
-        pending.
-        """
-        count = len(list(takewhile(self._producers.__contains__, keys[start:stop])))
-        return keys[start + count - 1] if count else None
+    def num_pending(self, keys: Sequence[bytes], start: int, stop: int) -> int:
+        """How many of keys[start:stop] are pending, from the first on without a gap."""
+        return len(list(takewhile(self._producers.__contains__, keys[start:stop])))
 
     def wait(self, request: Request, key: bytes) -> None:
         """The request waits for the block until it is confirmed or will not come. Raises KeyError when nobody computes

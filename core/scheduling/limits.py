@@ -15,6 +15,8 @@ class SchedulingLimits:
     max_num_queued_reqs: requests waiting at once before more are refused with 429; None is no limit.
     enable_chunked_prefill: whether a prompt may be split over steps. chunkable: the model's own word (False: never
         split, and no prefix reuse either, since a token's KV then depends on what follows it).
+    min_tokens_awaited: a request waits for a prefix that another one is computing only when that saves so many tokens (the
+        plan builder has the whole rule): a few more in a step cost a device less than a step's latency costs the client.
     """
 
     max_num_seqs: int
@@ -23,6 +25,7 @@ class SchedulingLimits:
     max_num_queued_reqs: int | None = None
     enable_chunked_prefill: bool = True
     chunkable: bool = True
+    min_tokens_awaited: int = 64
 
     @property
     def chunked(self) -> bool:

@@ -12,7 +12,10 @@ from ..request import Request, Status
 from .state import InFlightStep, SchedulingState
 
 _RUNNING = Status.RUNNING
-MAX_HOLDS = 100  # per request: whoever waits for others' blocks is passed by a bounded number, whatever arrives
+# Waits a request. One that delivers takes a good part off what the request lacks, so few do; what could go on for ever, with
+# others passing by, are waits for producers that are aborted or fail.
+MAX_HOLDS = 100
+HOLD_SHARE = 4  # a request waits when 1 / 4 of what it would compute in this step is being computed for others
 HEADROOM_SHARE = 50  # of the pool: at most 1 / 50 stays free at admission, for the growth of those that run
 
 
@@ -39,7 +42,8 @@ class StepPlanBuilder(PlanBuilder):
         self._num_claimed = 0  # blocks that come free at coming updates and that somebody in this step waits for
         self._under_pressure = False  # somebody was asked to yield for one that runs
         self._built = False
-        # What was found out last, about whom, so that acting on it need not find it out again: until anything is granted.
+        # What was found out last, about whom, so that acting on it need not find it out again: until anything is granted, or
+        # turns out to be lacking.
         self._last_wanted: tuple[RequestView | None, int] = (None, 0)
         self._last_admissible: tuple[RequestView | None, int] = (None, 0)
         self._last_awaited: tuple[RequestView | None, bytes | None] = (None, None)
@@ -77,6 +81,7 @@ class StepPlanBuilder(PlanBuilder):
         missing = max(0, wanted - self._kv.pool.num_free_blocks)
         if missing:
             self._shortages[request.request_id] = missing
+            self._close_admission()
         else:
             self._shortages.pop(request.request_id, None)
         return missing
@@ -200,15 +205,27 @@ class StepPlanBuilder(PlanBuilder):
         if last_view is not view:
             key = self._key_to_wait_for(request)
         if key is None:
-            raise PlanError(f"request {request.request_id} cannot be held back: nobody computes its next block")
+            raise PlanError(
+                f"request {request.request_id} cannot be held back: nobody computes enough of its next blocks"
+            )
         self._forget_findings()
         self._state.hold_for_prefix(request, key)
         self.budget.num_requests -= 1
 
     def _key_to_wait_for(self, request: Request) -> bytes | None:
+        """Waiting costs the request a step or two, and the step the tokens that would have filled it. It saves the device what
+        is in flight: worth it when that is no trifle, in itself and beside what the request would compute in this step; or
+        all of that, when the request would be no further after this step.
+        """
         if self.budget.num_requests <= 0 or request.num_holds >= MAX_HOLDS:
             return None
-        return self._kv.awaited_key(request)
+        awaited = self._kv.awaited(request)
+        if awaited is None:
+            return None
+        lacking = request.num_known_tokens - len(self._kv.match(request)) * self._block_size
+        now = min(lacking, self.budget.num_tokens)
+        enough = min(now, max(self._state.limits.min_tokens_awaited, now / HOLD_SHARE))
+        return awaited.key if awaited.num_tokens >= enough else None
 
     def _reason_against(self, request: Request, num_tokens: int) -> str | None:
         """Why a waiting request cannot join the step; None when it can."""
@@ -246,6 +263,7 @@ class StepPlanBuilder(PlanBuilder):
         first = 0
         if needy is not None:
             self._under_pressure = True
+            self._close_admission()
             request = self._running(needy)
             missing = self._shortages.get(request.request_id, 0)
             if missing <= self._state.num_blocks_coming() - self._num_claimed:
@@ -335,6 +353,10 @@ class StepPlanBuilder(PlanBuilder):
         self._rows.append(ScheduledRequest(request.request_id, num_tokens, before, samples, new_block_ids))
         if self._on_scheduled is not None:
             self._on_scheduled(request, num_tokens)
+
+    def _close_admission(self) -> None:
+        """Whoever was found admissible before somebody lacked blocks is so no longer."""
+        self._last_admissible = (None, 0)
 
     def _forget_findings(self) -> None:
         self._last_wanted = (None, 0)

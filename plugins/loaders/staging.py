@@ -12,6 +12,7 @@ import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from io import FileIO
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -205,7 +206,7 @@ class _Ring:
         try:
             with piece.path.open("rb", buffering=0) as file:
                 for offset, start, num_bytes in piece.runs():
-                    _read_into(file.fileno(), view[offset : offset + num_bytes], start, piece.path)
+                    _read_into(file, view[offset : offset + num_bytes], start, piece.path)
         except OSError as error:
             raise ModelLoadError(f"{piece.path}: cannot be read: {error.strerror}") from error
         return buffer
@@ -221,9 +222,11 @@ class _Ring:
                 fence.synchronize()
 
 
-def _read_into(descriptor: int, view: memoryview, start: int, path: Path) -> None:
+def _read_into(file: FileIO, view: memoryview, start: int, path: Path) -> None:
+    """Fills `view` from byte `start` of a file that no other thread reads through."""
+    file.seek(start)
     while view:
-        count = os.preadv(descriptor, [view], start)
+        count = file.readinto(view)
         if not count:
             raise ModelLoadError(f"{path}: truncated: {len(view)} bytes are missing at byte {start}")
         view = view[count:]

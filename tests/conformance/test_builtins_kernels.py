@@ -37,6 +37,11 @@ class TestLlvmRope(KernelsSuite):
     op = "rope"
 
 
+class TestLlvmRopeWriteKv(KernelsSuite):
+    plugin = LLVM_CPU
+    op = "rope_write_kv"
+
+
 class TestLlvmSiluMul(KernelsSuite):
     plugin = LLVM_CPU
     op = "silu_mul"

@@ -71,10 +71,17 @@ class TestInterpretedPenalize(Interpreted):
 
 
 class TestInterpretedDraw(Interpreted):
-    """A row with filters is sixteen programs, and each takes the interpreter a while: the checks of many rows are `full`.
-    tests/unit/test_triton_sampling.py has few rows of both."""
+    """A row with filters is sixteen programs, and each takes the interpreter a while: the checks of many rows are `full`,
+    and so is the slowest filter, which "all" and a flat row have too. tests/unit/test_triton_sampling.py has few rows of
+    each."""
 
     op = "draw"
+
+    @pytest.mark.parametrize(
+        "filters", ["none", "min_p", pytest.param("top_k", marks=pytest.mark.full), "top_p", "all"]
+    )
+    def test_draw_inverts_the_distribution(self, filters: str) -> None:
+        super().test_draw_inverts_the_distribution(filters)
 
     @pytest.mark.full
     def test_draw_orders_equal_tokens_by_id(self) -> None:

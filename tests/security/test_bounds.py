@@ -220,7 +220,7 @@ def test_s41_health_tells_of_a_dead_receiver() -> None:
             return
 
         client = EngineClient.__new__(EngineClient)
-        client._death, client._connected, client._draining = None, True, False
+        client._death, client._connected = None, True
         client._watcher, client._last_message = None, time.monotonic()
         client._heartbeat = cast(Any, SimpleNamespace(dead_threads=[], stalled_seconds=0.0))
         client._config = cast(Any, SimpleNamespace(engine_stuck_timeout=60.0))

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from .native import dtype_name
+
+
+class Places(NamedTuple):
+    """Where a token's heads are written, in a cache of any layout. heads: (KV heads, size of a key, size of a value).
+    keys, values: an address and the strides of block, token, head and dimension in elements."""
+
+    dtype: str
+    heads: tuple[int, int, int]
+    block_size: int
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +39,7 @@ class PagedCache:
     value_address: int
     key_block: int
     value_block: int
+    places: Places
 
     @classmethod
     def of(cls, key_cache: torch.Tensor, value_cache: torch.Tensor) -> PagedCache:
@@ -44,15 +57,13 @@ class PagedCache:
             )
         if key_cache.dtype is not value_cache.dtype:
             raise TypeError(f"keys and values must be cached in one dtype, not {key_cache.dtype}, {value_cache.dtype}")
-        return cls(
-            key_cache,
-            value_cache,
-            dtype_name("KV cache", key_cache),
-            kv_heads,
-            d,
+        dtype, keys, values = dtype_name("KV cache", key_cache), key_cache.data_ptr(), value_cache.data_ptr()
+        key_block, value_block = key_cache.stride(0), value_cache.stride(0)
+        places = Places(
+            dtype,
+            (kv_heads, d, d),
             block_size,
-            key_cache.data_ptr(),
-            value_cache.data_ptr(),
-            key_cache.stride(0),
-            value_cache.stride(0),
+            (keys, key_block, 1, inner, block_size),
+            (values, value_block, d, inner, 1),
         )
+        return cls(key_cache, value_cache, dtype, kv_heads, d, block_size, keys, values, key_block, value_block, places)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
 from .builder import Buffer, Module
-from .native import DTYPES, Native, compiled, dtype_name, threads_for
-from .paged_cache import PagedCache
+from .native import Native, compiled, dtype_name, threads_for
+from .paged_cache import PagedCache, Places
 from .parallel import Team, parallel_function
 from .target import Target, host_target
 from .values import Val
@@ -21,21 +22,29 @@ _PARAMS = [
     ("v", "ptr"),
     ("positions", "ptr"),
     ("cos_sin", "ptr"),
-    ("key_cache", "ptr"),
-    ("value_cache", "ptr"),
     ("slots", "ptr"),
     ("tokens", "i64"),
     ("heads", "i64"),
     ("kv_heads", "i64"),
     ("d", "i64"),
+    ("value_d", "i64"),
     ("rotated", "i64"),
     ("ldq", "i64"),
     ("ldk", "i64"),
     ("ldv", "i64"),
     ("block_size", "i64"),
+    ("key_cache", "ptr"),  # then its strides, as in `Places`
     ("key_block", "i64"),
+    ("key_token", "i64"),
+    ("key_head", "i64"),
+    ("key_dim", "i64"),
+    ("value_cache", "ptr"),
     ("value_block", "i64"),
+    ("value_token", "i64"),
+    ("value_head", "i64"),
+    ("value_dim", "i64"),
 ]
+_NOWHERE = (0, 0, 0, 0, 0)
 
 
 def _rotate(team: Team, heads: Buffer, count: Val, angles: Buffer) -> None:
@@ -60,28 +69,25 @@ def _rotate(team: Team, heads: Buffer, count: Val, angles: Buffer) -> None:
             emit(index, 1)
 
 
-def _write(team: Team, k: Buffer, v: Buffer, slot: Val, cache_dtype: str) -> None:
-    """Keys go to [block, head, d, offset], values to [block, head, offset, d]."""
+def _write(team: Team, name: str, x: Buffer, slot: Val, dim: Val, cache_dtype: str) -> None:
+    """A token's heads of `dim` elements to their places in the cache `name`, "key" or "value"."""
     fn, arg = team.fn, team.arg
     width = fn.target.width
-    d, block_size = arg["d"], arg["block_size"]
-    block, offset = slot // block_size, slot % block_size
-    keys = team.buffer("key_cache", cache_dtype).at(block * arg["key_block"] + offset)
-    values = team.buffer("value_cache", cache_dtype).at(block * arg["value_block"] + offset * d)
-    same = k.dtype == cache_dtype
-    wide = d - d % width
+    step = arg[f"{name}_dim"]
+    block, offset = slot // arg["block_size"], slot % arg["block_size"]
+    cache = team.buffer(f"{name}_cache", cache_dtype).at(block * arg[f"{name}_block"] + offset * arg[f"{name}_token"])
     with fn.loop(0, arg["kv_heads"]) as head:
-        source, target = k.at(head * d), keys.at(head * d * block_size)
-        with fn.loop(0, d) as index:
-            if same:
-                target.at(index * block_size).copy(source.at(index))
+        source, target = x.at(head * dim), cache.at(head * arg[f"{name}_head"])
+        with fn.when(step.eq(1)):
+            with fn.loop(0, dim - dim % width, width) as index:
+                target.store(source.load(index, width), index)
+            with fn.loop(dim - dim % width, dim) as index:
+                target.store(source.load(index), index)
+        with fn.when(step.ne(1)), fn.loop(0, dim) as index:
+            if x.dtype == cache_dtype:
+                target.at(index * step).copy(source.at(index))
             else:
-                target.store(source.load(index), index * block_size)
-        source, target = v.at(head * d), values.at(head * d * block_size)
-        with fn.loop(0, wide, width) as index:
-            target.store(source.load(index, width), index)
-        with fn.loop(wide, d) as index:
-            target.store(source.load(index), index)
+                target.store(source.load(index), index * step)
 
 
 def build(target: Target, dtype: str, cache_dtype: str) -> Module:
@@ -104,7 +110,9 @@ def build(target: Target, dtype: str, cache_dtype: str) -> Module:
                 with fn.when(slots.is_set()):
                     slot = slots.load(token)
                     with fn.when(slot.ge(0)):
-                        _write(team, k, team.buffer("v", dtype).at(token * arg["ldv"]), slot, cache_dtype)
+                        _write(team, "key", k, slot, arg["d"], cache_dtype)
+                        v = team.buffer("v", dtype).at(token * arg["ldv"])
+                        _write(team, "value", v, slot, arg["value_d"], cache_dtype)
     return module
 
 
@@ -113,89 +121,45 @@ def _native(target: Target, dtype: str, cache_dtype: str) -> Native:
     return compiled(lambda: build(target, dtype, cache_dtype), "rope_write_kv", _PARAMS)
 
 
-def _check_tokens(op: str, name: str, x: torch.Tensor) -> None:
-    if x.dim() != 3 or x.stride(2) != 1 or (x.stride(1) != x.shape[2] and x.shape[1] != 1):
-        raise ValueError(
-            f"{op}: {name} must be [T, heads, D] with contiguous tokens, not {tuple(x.shape)} {x.stride()}"
-        )
+class _Tokens(NamedTuple):
+    """One of q, k and v: address, heads, their size, elements from a token to the next."""
+
+    address: int
+    heads: int
+    d: int
+    stride: int
 
 
-def _check_vector(op: str, name: str, x: torch.Tensor, tokens: int) -> None:
-    if x.dtype is not torch.int64 or x.shape[0] != tokens or x.stride(0) != 1:
+_NOTHING = _Tokens(0, 0, 0, 0)
+
+
+def _tokens(op: str, name: str, x: torch.Tensor, tokens: int, dtype: torch.dtype) -> _Tokens:
+    shape, stride = x.shape, x.stride()
+    if len(shape) != 3 or stride[2] != 1 or (stride[1] != shape[2] and shape[1] != 1):
+        raise ValueError(f"{op}: {name} must be [T, heads, D] with contiguous tokens, not {tuple(shape)} {stride}")
+    if shape[0] != tokens or x.dtype is not dtype:
+        raise ValueError(f"{op}: {name} {tuple(shape)} {x.dtype} does not go with k of {tokens} tokens in {dtype}")
+    return _Tokens(x.data_ptr(), shape[1], shape[2], stride[0])
+
+
+def _vector(op: str, name: str, x: torch.Tensor, tokens: int) -> int:
+    """Its address."""
+    if x.dtype is not torch.int64 or x.shape != (tokens,) or not x.is_contiguous():
         raise ValueError(
             f"{op}: {name} must be contiguous int64 [{tokens}], not {x.dtype} {tuple(x.shape)} {x.stride()}"
         )
+    return x.data_ptr()
 
 
-def _check_angles(op: str, cos_sin: torch.Tensor, d: int) -> None:
+def _rotated(op: str, cos_sin: torch.Tensor, d: int) -> int:
+    """How many elements of a head its angles rotate."""
     rotated = cos_sin.shape[1]
     if cos_sin.dtype is not torch.float32 or not cos_sin.is_contiguous() or rotated > d or rotated % 2:
         raise ValueError(
             f"{op}: cos_sin must be contiguous float32 [positions, even number <= {d}], "
             f"not {cos_sin.dtype} {tuple(cos_sin.shape)}"
         )
-
-
-class RopeWriteKV:
-    """Rotation and cache write of one layer, checked and compiled once; a call costs a few microseconds of Python.
-
-    Works on the fused qkv output [T, (H + 2 KVH) D] in place: queries and keys are rotated, keys and values are also
-    written to the cache. With cos_sin None nothing is rotated.
-    """
-
-    def __init__(self, heads: int, cos_sin: torch.Tensor | None, cache: PagedCache, dtype: torch.dtype) -> None:
-        """cos_sin: see `rope_write_kv`; dtype: that of qkv."""
-        if dtype not in DTYPES:
-            raise TypeError(f"RopeWriteKV: qkv must be float32 or bfloat16, not {dtype}")
-        if cos_sin is not None:
-            _check_angles("RopeWriteKV", cos_sin, cache.d)
-        self.heads = heads
-        self.cache = cache
-        self.cos_sin = cos_sin
-        self.dtype = dtype
-        self._width = (heads + 2 * cache.kv_heads) * cache.d
-        size = 2 if dtype is torch.bfloat16 else 4
-        self._key_offset = heads * cache.d * size
-        self._value_offset = (heads + cache.kv_heads) * cache.d * size
-        self._angles = 0 if cos_sin is None else cos_sin.data_ptr()
-        self._rotated = 0 if cos_sin is None else cos_sin.shape[1]
-        self._native = _native(host_target(), DTYPES[dtype], cache.dtype)
-
-    def __call__(
-        self, qkv: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor, *, threads: int | None = None
-    ) -> None:
-        """qkv [T, (H + 2 KVH) D], rows may be strided; positions and slot_mapping int64 [T], see `rope_write_kv`."""
-        tokens, width = qkv.shape
-        if width != self._width or qkv.dtype is not self.dtype or qkv.stride(1) != 1:
-            raise ValueError(
-                f"RopeWriteKV: qkv must be [T, {self._width}] {self.dtype}, not {tuple(qkv.shape)} {qkv.dtype}"
-            )
-        _check_vector("RopeWriteKV", "positions", positions, tokens)
-        _check_vector("RopeWriteKV", "slot_mapping", slot_mapping, tokens)
-        cache = self.cache
-        address, stride = qkv.data_ptr(), qkv.stride(0)
-        self._native(
-            address,
-            address + self._key_offset,
-            address + self._value_offset,
-            positions.data_ptr() if self._angles else 0,
-            self._angles,
-            cache.key_address,
-            cache.value_address,
-            slot_mapping.data_ptr(),
-            tokens,
-            self.heads,
-            cache.kv_heads,
-            cache.d,
-            self._rotated,
-            stride,
-            stride,
-            stride,
-            cache.block_size,
-            cache.key_block,
-            cache.value_block,
-            threads_for(2 * tokens * width, threads),
-        )
+    return rotated
 
 
 def rope_write_kv(
@@ -203,31 +167,43 @@ def rope_write_kv(
     k: torch.Tensor,
     v: torch.Tensor,
     positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    cos_sin: torch.Tensor | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     slot_mapping: torch.Tensor,
     *,
     threads: int | None = None,
 ) -> None:
-    """Rotates q [T, H, D] and k [T, KVH, D] in place, then writes k and v [T, KVH, D] to the cache.
+    """Rotates q [T, H, D] and k [T, KVH, D] in place, then writes k and v [T, KVH, Dv] to the cache: the op of that name
+    in contracts/kernels.py.
 
     q, k, v: float32 or bfloat16 of one dtype, views of the fused qkv output allowed (each token contiguous).
     positions: int64 [T]. cos_sin: float32 [max_position, R], cosines in the first R / 2 columns, sines in the others;
-    the first R <= D components of a head are rotated, pairing i with i + R / 2.
-    key_cache, value_cache: see `PagedCache`.
+    the first R <= D components of a head are rotated, pairing i with i + R / 2. None: nothing is rotated.
+    keys, values: float32 or bfloat16, [blocks, block_size, KVH, D] and [blocks, block_size, KVH, Dv] of any strides.
     slot_mapping: int64 [T], block * block_size + offset; a negative slot writes nothing.
     """
-    _check_angles("rope_write_kv", cos_sin, q.shape[-1])
-    cache = PagedCache.of(key_cache, value_cache)
-    _call("rope_write_kv", q, k, v, positions, cos_sin, cache, slot_mapping, threads)
+    op = "rope_write_kv"
+    (_, block_size, kv_heads, d), (*stored, value_d) = keys.shape, values.shape
+    if stored[1:] != [block_size, kv_heads] or keys.dtype is not values.dtype:
+        raise ValueError(
+            f"{op}: keys {tuple(keys.shape)} {keys.dtype} and values {tuple(values.shape)} {values.dtype} "
+            "are no cache of one dtype, block size and number of heads"
+        )
+    places = Places(
+        dtype_name(op, keys),
+        (kv_heads, d, value_d),
+        block_size,
+        (keys.data_ptr(), *keys.stride()),
+        (values.data_ptr(), *values.stride()),
+    )
+    _call(op, q, k, v, positions, cos_sin, places, slot_mapping, threads)
 
 
 def rotary_embedding(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, threads: int | None = None
 ) -> None:
     """Rotates q and k in place; the arguments are those of `rope_write_kv`."""
-    _check_angles("rotary_embedding", cos_sin, q.shape[-1])
     _call("rotary_embedding", q, k, None, positions, cos_sin, None, None, threads)
 
 
@@ -240,7 +216,7 @@ def write_kv(
     *,
     threads: int | None = None,
 ) -> None:
-    """Writes k and v to the cache, unrotated; the arguments are those of `rope_write_kv`."""
+    """Writes k and v to the cache, unrotated. key_cache, value_cache: see `PagedCache`; the others: see `rope_write_kv`."""
     write_to(PagedCache.of(key_cache, value_cache), k, v, slot_mapping, threads=threads)
 
 
@@ -248,7 +224,7 @@ def write_to(
     cache: PagedCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, *, threads: int | None = None
 ) -> None:
     """`write_kv` into a cache that was looked at before: for every step of a layer."""
-    _call("write_kv", None, k, v, None, None, cache, slot_mapping, threads)
+    _call("write_kv", None, k, v, None, None, cache.places, slot_mapping, threads)
 
 
 def _call(
@@ -258,45 +234,44 @@ def _call(
     v: torch.Tensor | None,
     positions: torch.Tensor | None,
     cos_sin: torch.Tensor | None,
-    cache: PagedCache | None,
+    places: Places | None,
     slots: torch.Tensor | None,
     threads: int | None,
 ) -> None:
-    _check_tokens(op, "k", k)
-    tokens, kv_heads, d = k.shape
-    dtype = dtype_name(op, k)
-    heads = 0 if q is None else q.shape[1]
-    for name, other, shape in (("q", q, (tokens, heads, d)), ("v", v, k.shape)):
-        if other is not None:
-            _check_tokens(op, name, other)
-            if other.dtype is not k.dtype or other.shape != shape:
-                raise ValueError(
-                    f"{op}: {name} {tuple(other.shape)} {other.dtype} does not go with k {tuple(k.shape)} {k.dtype}"
-                )
-    for name, vector in (("positions", positions), ("slot_mapping", slots)):
-        if vector is not None:
-            _check_vector(op, name, vector, tokens)
-    if cache is not None and (cache.kv_heads, cache.d) != (kv_heads, d):
-        raise ValueError(f"{op}: the cache holds {cache.kv_heads} heads of {cache.d}, k has {kv_heads} of {d}")
-    _native(host_target(), dtype, dtype if cache is None else cache.dtype)(
-        0 if q is None else q.data_ptr(),
-        k.data_ptr(),
-        0 if v is None else v.data_ptr(),
-        0 if positions is None else positions.data_ptr(),
-        0 if cos_sin is None else cos_sin.data_ptr(),
-        0 if cache is None else cache.key_address,
-        0 if cache is None else cache.value_address,
-        0 if slots is None else slots.data_ptr(),
+    """q, positions, cos_sin None: no rotation. v, places, slots None: no write."""
+    dtype, tokens = dtype_name(op, k), k.shape[0]
+    keys = _tokens(op, "k", k, tokens, k.dtype)
+    queries = _NOTHING if q is None else _tokens(op, "q", q, tokens, k.dtype)
+    values = _NOTHING if v is None else _tokens(op, "v", v, tokens, k.dtype)
+    if q is not None and queries.d != keys.d:
+        raise ValueError(f"{op}: heads of q have {queries.d} elements, those of k {keys.d}")
+    if places is not None and (places.heads != (keys.heads, keys.d, values.d) or values.heads != keys.heads):
+        raise ValueError(
+            f"{op}: the cache holds {places.heads[0]} heads of {places.heads[1:]} elements, "
+            f"k has {keys.heads} of {keys.d}, v {values.heads} of {values.d}"
+        )
+    angles = rotated = 0
+    if cos_sin is not None:
+        rotated = _rotated(op, cos_sin, keys.d)
+        angles = cos_sin.data_ptr()
+    _native(host_target(), dtype, dtype if places is None else places.dtype)(
+        queries.address,
+        keys.address,
+        values.address,
+        0 if positions is None or not angles else _vector(op, "positions", positions, tokens),
+        angles,
+        0 if slots is None else _vector(op, "slot_mapping", slots, tokens),
         tokens,
-        heads,
-        kv_heads,
-        d,
-        0 if cos_sin is None else cos_sin.shape[1],
-        0 if q is None else q.stride(0),
-        k.stride(0),
-        0 if v is None else v.stride(0),
-        1 if cache is None else cache.block_size,
-        0 if cache is None else cache.key_block,
-        0 if cache is None else cache.value_block,
-        threads_for(2 * tokens * (heads + 2 * kv_heads) * d, threads),
+        queries.heads,
+        keys.heads,
+        keys.d,
+        values.d,
+        rotated,
+        queries.stride,
+        keys.stride,
+        values.stride,
+        1 if places is None else places.block_size,
+        *(_NOWHERE if places is None else places.keys),
+        *(_NOWHERE if places is None else places.values),
+        threads_for(2 * tokens * ((queries.heads + keys.heads) * keys.d + values.heads * values.d), threads),
     )

@@ -36,14 +36,24 @@ def _elementwise(name: str) -> Callable[[KernelContext], Any]:
 
 
 def _rope(context: KernelContext) -> Any:
-    from hotswap.core.layers.jit.rope_write_kv import rotary_embedding
+    from .rope import rotary_embedding
 
     return rotary_embedding
 
 
+def _rope_write_kv(context: KernelContext) -> Any:
+    from .rope import rope_write_kv
+
+    return rope_write_kv
+
+
 @hookimpl
 def hotswap_kernels() -> Iterator[KernelProvider]:
-    builders: dict[str, Callable[[KernelContext], Any]] = {"linear": _linear, "rope": _rope}
+    builders: dict[str, Callable[[KernelContext], Any]] = {
+        "linear": _linear,
+        "rope": _rope,
+        "rope_write_kv": _rope_write_kv,
+    }
     for op in ("rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul"):
         builders[op] = _elementwise(op)
     for op, build in builders.items():
