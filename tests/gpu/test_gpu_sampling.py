@@ -108,7 +108,7 @@ class Sampled:
 
     def step(self, logits: Tensor, batch: SamplingBatch) -> tuple[Drawn, tuple[Tensor, Tensor, Tensor], Tensor]:
         drawn = sample(logits, batch, self.history, self.pool, self.ops)
-        described = self.ops.gather_logprobs(logits, drawn.token_ids, max(batch.num_logprobs))
+        described = self.ops.gather_logprobs(logits, drawn.token_ids, max(batch.num_logprobs, default=1))
         return drawn, described, processed_logits(logits.clone(), drawn.edited, batch)
 
 
