@@ -103,6 +103,11 @@ class Model(ABC):
         """embeds [T, H], positions int64 [T] -> hidden [T, H] after the final norm. `intermediates`: another pipeline stage's
         output to go on from."""
 
+    def forward_rows(self, embeds: Tensor, positions: Tensor, context: ForwardContext, rows: Tensor) -> Tensor:
+        """As `forward`, but hidden [S, H] of the tokens `rows` int64 [S] alone: those that draw, or none but a padding one. A
+        model may leave out what only the others need, all that comes after the last layer's attention."""
+        return self.forward(embeds, positions, context).index_select(0, rows)
+
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """Chosen hidden rows [S, H] -> float32 [S, V]."""

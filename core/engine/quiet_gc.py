@@ -47,11 +47,12 @@ def collected_rarely() -> Iterator[None]:
     Nothing is frozen: gc.unfreeze would also let go of what the user has frozen. A collector that is off stays off, a threshold
     that is higher already stays, and what the user sets meanwhile stays too.
     """
-    _raised.enter()
+    who = object()
     try:
+        _raised.enter(who)  # may be interrupted half-way
         yield
     finally:
-        _raised.leave()
+        _raised.leave(who)
 
 
 class _Raised:
@@ -59,24 +60,25 @@ class _Raised:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._num_inside = 0
+        self._inside: set[object] = set()
         self._before: Thresholds | None = None  # the user's; None when they were left alone
         self._ours: Thresholds = CALL
 
-    def enter(self) -> None:
+    def enter(self, who: object) -> None:
         with self._lock:
-            self._num_inside += 1
+            self._inside.add(who)
             young, middle, full = gc.get_threshold()
-            if self._num_inside > 1 or not gc.isenabled() or young == 0:  # 0: off as well
+            if len(self._inside) > 1 or not gc.isenabled() or young == 0:  # 0: off as well
                 return
             self._before = young, middle, full
             gc.set_threshold(max(young, CALL[0]), max(middle, CALL[1]), max(full, CALL[2]))
             self._ours = gc.get_threshold()  # an interpreter may not keep all three
 
-    def leave(self) -> None:
+    def leave(self, who: object) -> None:
+        """Whoever came only half-way in may leave too."""
         with self._lock:
-            self._num_inside -= 1
-            if self._num_inside or self._before is None:
+            self._inside.discard(who)
+            if self._inside or self._before is None:
                 return
             if gc.get_threshold() == self._ours:
                 gc.set_threshold(*self._before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -15,6 +16,7 @@ from ..contracts.model import Model
 from ..contracts.platform import Platform
 from ..layers.ops import OpTable
 from ..runner.graphs import kept_bytes, unsupported
+from ..runner.input_batch import InputBatch
 from ..runner.kv_cache import GIB, CacheGroup, CachePlan, MemoryTable, allocate_cache, plan_cache
 from ..runner.largest_step import LargestStep
 from ..runner.memory_report import guard_part
@@ -76,18 +78,21 @@ class WorkerBuilder:
         return plan_cache(self._groups, cache, measured)
 
     def _measure_step(self, processes_logits: bool) -> int:
-        """Bytes that the largest step takes, the graphs' pool, and what sampling keeps. Then runs what serving would otherwise
-        be the first to run."""
+        """Bytes that the largest step takes, the graphs' pool, and what the worker keeps of requests. Then runs what serving
+        would otherwise be the first to run."""
         started = time.monotonic()
         config, limits, graph_tokens = self._config, self._limits, self._graph_tokens()
         max_rows, max_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+        sampling = partial(guard_part, "sampling", self._memory, self._platform, config)
         with guard_part("largest step", self._memory, self._platform, config):
             step = self._trial_step(processes_logits)
-            total = self._measured("largest step", lambda: step.run(max_tokens, min(max_rows, max_tokens)))
+            total = self._measured("largest step", lambda: step.run(max_tokens, min(max_rows, max_tokens), sampling))
             if graph_tokens:
                 total += self._measure_graphs(step, graph_tokens)
-        with guard_part("sampling", self._memory, self._platform, config):
+        with sampling():
             total += self._measured("sampling", lambda: PenaltyPool(self._logits_width, self._transfers, max_rows))
+        with guard_part("request tables", self._memory, self._platform, config):
+            total += self._measured("request tables", self._request_tables)
         self._seconds["largest step"] = time.monotonic() - started
         started = time.monotonic()
         with guard_part("largest step", self._memory, self._platform, config):
@@ -114,7 +119,7 @@ class WorkerBuilder:
             token_bytes = embeds.shape[1] * embeds.element_size()  # a hidden state's, too
             tokens = graph_tokens if captures_all else 0
             kept = kept_bytes(rows, tokens, max_rows, 4 * self._logits_width, token_bytes)
-            self._memory.add("graphs' results", kept)
+            self._memory.plan("graphs' results", kept)
             total += kept
         return total
 
@@ -140,8 +145,14 @@ class WorkerBuilder:
             run()
 
         taken = self._platform.peak_bytes(dropped)
-        self._memory.add(part, taken)
+        self._memory.plan(part, taken)
         return taken
+
+    def _request_tables(self) -> InputBatch:
+        """As the worker's."""
+        limits, block_size = self._limits, self._config.cache.block_size
+        sizes = (limits.max_num_seqs, limits.max_model_len, block_size, len(self._groups))
+        return InputBatch(*sizes, self._ops, self._transfers)
 
     def worker(self, plan: CachePlan, processors: Sequence[ActiveProcessor]) -> Callable[[], Worker]:
         """Allocates the KV cache; what is returned makes the worker on the thread that calls it."""
@@ -175,6 +186,8 @@ class WorkerBuilder:
                     poison=self._config.cache.debug_poison_freed_blocks,
                     processed_logprobs=self._config.logprobs_mode == "processed_logprobs",
                 )
+            for part in ("sampling", "request tables"):
+                self._memory.take(part)
             self._capture(runner)
             return runner
 

@@ -52,14 +52,18 @@ class SelfAttention:
         self._split = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
 
     def __call__(self, hidden: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
-        return self._output(self._attended(hidden, positions, context))
+        return self.project(self.attend(hidden, positions, context))
 
-    def into(self, hidden: Tensor, positions: Tensor, context: ForwardContext, residual: Tensor) -> Tensor | None:
-        """As a call; None when the result has been added to residual [T, H] already."""
-        attended = self._attended(hidden, positions, context)
+    def project(self, attended: Tensor) -> Tensor:
+        """What `attend` gave, or some rows of it -> [S, H]."""
+        return self._output(attended)
+
+    def project_into(self, attended: Tensor, residual: Tensor) -> Tensor | None:
+        """As `project`; None when the result has been added to residual [S, H] already."""
         return None if self._output.add_to(attended, residual) else self._output(attended)
 
-    def _attended(self, hidden: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
+    def attend(self, hidden: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
+        """hidden [T, H] -> [T, heads * head_dim_v]: all but the output projection."""
         tokens = hidden.shape[0]
         # q, k and v are views of one product: the rotation works in place on them and the cache write reads them
         # strided.

@@ -1,7 +1,8 @@
 """Steps replayed from device graphs: a ladder of sizes, captured at start over shared, persistent buffers.
 
 Two families. `decode`: every row is one token; the graph goes from the step's inputs to the best token of each row, which
-it writes where the next step reads it. `forward`: any rows, up to a number of tokens; the graph ends with the hidden states.
+it writes where the next step reads it. `forward`: any rows, up to a number of tokens; the graph ends with the hidden state of
+each row's last token.
 A step takes the smallest graph that holds it; what is left over is padding: rows of the scratch slot without tokens, and
 tokens that no row owns.
 
@@ -66,9 +67,9 @@ def unsupported(model: Model, backends: Iterable[AttentionBackend]) -> str | Non
 def kept_bytes(max_rows: int, max_tokens: int, max_num_seqs: int, row_bytes: int, token_bytes: int) -> int:
     """What the results of all graphs take where memory is not lent. max_rows, max_tokens: as of GraphRunner. row_bytes: of a
     row's logits. token_bytes: of a token's hidden state."""
-    rows = sum(decode_sizes(max_rows))
-    tokens = sum(size for size, _ in forward_sizes(max_tokens, max_num_seqs)) if max_tokens else 0
-    return rows * row_bytes + (rows + tokens) * token_bytes
+    decoded = sum(decode_sizes(max_rows))
+    forwarded = sum(rows for _, rows in forward_sizes(max_tokens, max_num_seqs)) if max_tokens else 0
+    return decoded * row_bytes + (decoded + forwarded) * token_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +83,7 @@ class DecodeResult:
 
 @dataclass(slots=True, eq=False)
 class GraphStep:
-    """A step that was replayed. decoded: None after a forward graph. hidden: [T, H]."""
+    """A step that was replayed. decoded: None after a forward graph. hidden: [R, H], of each row's last token."""
 
     buffers: StepBuffers
     decoded: DecodeResult | None
@@ -172,7 +173,8 @@ class GraphRunner:
 
         def run() -> None:
             self._batch.fill(buffers)
-            hidden = self._run_model(buffers)
+            embeds = self._model.embed(buffers.input_ids)
+            hidden = self._model.forward(embeds, buffers.positions, self._context)
             logits = self._model.logits(hidden)
             best, token_ids = self._ops.argmax(logits)
             self._batch.write(buffers.slots.to(torch.int64), buffers.seq_lens.to(torch.int64), token_ids)
@@ -186,7 +188,10 @@ class GraphRunner:
 
         def run() -> None:
             self._batch.fill(buffers)
-            found.append(GraphStep(buffers, None, self._run_model(buffers)))
+            last = (buffers.starts[1:] - 1).clamp_(min=0).to(torch.int64)  # while it is recorded no row has a token
+            embeds = self._model.embed(buffers.input_ids)
+            hidden = self._model.forward_rows(embeds, buffers.positions, self._context, last)
+            found.append(GraphStep(buffers, None, hidden))
 
         self._forward[num_tokens, num_rows] = self._captured(run, buffers, num_tokens, found)
 
@@ -200,14 +205,11 @@ class GraphRunner:
         found[-1] = found[-1].over(self._platform.graph_result)
         return _Captured(graph, found)
 
-    def _run_model(self, buffers: StepBuffers) -> Tensor:
-        return self._model.forward(self._model.embed(buffers.input_ids), buffers.positions, self._context)
-
     # Replay
 
     def run(self, rows: StepRows, *, decode: bool) -> GraphStep | None:
-        """Queues a step; None when no graph holds it. decode: each row is one token and draws the next; False: the hidden
-        states are wanted."""
+        """Queues a step; None when no graph holds it. decode: each row is one token and draws the next; False: the rows'
+        hidden states are wanted."""
         found = self._find(rows, decode=decode)
         if found is None:
             return None
@@ -217,7 +219,7 @@ class GraphRunner:
         self._upload(num_rows, slots + rows.starts + [rows.num_tokens] * padding)
         found.graph.replay()
         step = found.step
-        return GraphStep(step.buffers, step.decoded, step.hidden[: rows.num_tokens])
+        return GraphStep(step.buffers, step.decoded, step.hidden[: len(rows.requests)])
 
     def _find(self, rows: StepRows, *, decode: bool) -> _Captured | None:
         """The smallest graph that holds a step."""

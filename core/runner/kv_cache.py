@@ -90,12 +90,25 @@ def plan_cache(groups: Sequence[CacheGroup], cache: CacheConfig, measured_bytes:
 
 @dataclass(slots=True)
 class MemoryTable:
-    """Parts of memory, in bytes, for the start-up log."""
+    """Parts of memory, in bytes, for the start-up log. planned: those that were measured and are not there, or not yet."""
 
     rows: list[tuple[str, int]] = field(default_factory=list)
+    planned: set[str] = field(default_factory=set)
 
     def add(self, part: str, num_bytes: int) -> None:
         self.rows.append((part, num_bytes))
+
+    def plan(self, part: str, num_bytes: int) -> None:
+        self.add(part, num_bytes)
+        self.planned.add(part)
+
+    def take(self, part: str) -> None:
+        """What was planned is there from now on."""
+        self.planned.discard(part)
+
+    def held(self) -> list[tuple[str, int]]:
+        """The parts that are there."""
+        return [(part, num_bytes) for part, num_bytes in self.rows if part not in self.planned]
 
     def lines(self) -> list[str]:
         """The table as text, one line a part and a last one with the sum."""

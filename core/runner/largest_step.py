@@ -3,7 +3,8 @@ smaller ones, so that no kernel is compiled while requests wait for it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 import torch
@@ -51,12 +52,21 @@ class LargestStep:
         self._num_groups = len(groups)
 
     @torch.inference_mode()
-    def run(self, num_tokens: int, num_rows: int) -> None:
-        """All of it: a token for each row by everything that a request may ask for, and a prompt's log-probabilities."""
+    def run(
+        self,
+        num_tokens: int,
+        num_rows: int,
+        around_sampling: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """All of it: a token for each row by everything that a request may ask for, and a prompt's log-probabilities.
+
+        around_sampling: makes what is entered for what grows with the rows, not with the tokens.
+        """
         buffers, longest = self._buffers(num_tokens, num_rows)
         self._context.prepare(buffers.geometries(self._block_size, longest, longest))
         hidden, last = self._hidden(buffers, self._context)
-        try_sampling(self._model.logits(last), self._demands, self._ops, self._transfers)
+        with around_sampling():
+            try_sampling(self._model.logits(last), self._demands, self._ops, self._transfers)
         described = hidden[:SLICE]
         tokens = torch.zeros(len(described), dtype=torch.int64, device=hidden.device)
         describe_hidden(described, tokens, self._demands.max_logprobs, self._model, self._ops, self._transfers)

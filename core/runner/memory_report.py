@@ -43,9 +43,9 @@ def explain_out_of_memory(shortage: Shortage, table: MemoryTable, config: Engine
     size = "" if shortage.part_bytes is None else f" ({_gib(shortage.part_bytes)} in all)"
     taken = max(0, before.available_bytes - now.available_bytes)
     asked = "" if shortage.asked_bytes is None else f" and {_gib(shortage.asked_bytes)} more were asked for"
-    held = sum(num_bytes for _, num_bytes in table.rows)
-    others = max(0, before.total_bytes - before.available_bytes - held)
-    parts = [f"{part} {_gib(num_bytes)}" for part, num_bytes in table.rows]
+    held = table.held()
+    others = max(0, before.total_bytes - before.available_bytes - sum(num_bytes for _, num_bytes in held))
+    parts = [f"{part} {_gib(num_bytes)}" for part, num_bytes in held]
     parts.append(f"other processes, the driver and the like {_gib(others)}")
     return (
         f"out of memory in the part {shortage.part!r}{size}: of {_gib(before.total_bytes)}, "

@@ -34,7 +34,7 @@ from .logprobs import position_logprobs
 from .penalties import PenaltyPool, penalties_of
 from .processed import processed_logits
 from .processors import ActiveProcessor, ProcessedRows, ProcessorChain
-from .prompt_logprobs import PromptChunk, PromptDescription, describe_prompt, prompt_chunks
+from .prompt_logprobs import PromptChunk, PromptDescription, describe_prompt, owes_prompt, prompt_chunks
 from .sampler import FAULTS, NOT_FINITE, NOTHING_LEFT, sample
 from .sampling_rows import SamplingBatch, SamplingRow, build_batch, resolve_row
 from .step_buffers import StepBuffers
@@ -139,7 +139,7 @@ class ModelRunner(Worker):
         self._rows: dict[int, SamplingRow] = {}
         self._prompt_logprobs: dict[int, int] = {}  # request -> alternatives, for those that ask
         self._pool = PenaltyPool(limits.logits_width, transfers, limits.max_num_seqs)
-        self._processors = ProcessorChain(processors)
+        self._processors = ProcessorChain(processors, transfers)
         self._poisons = poison
         self._processed_logprobs = processed_logprobs
         self._graphs: GraphRunner | None = None  # set by capture_graphs
@@ -192,27 +192,31 @@ class ModelRunner(Worker):
             self._copy_blocks(plan.block_copies)
         rows = self._batch.advance(plan.scheduled)
         places = [place for place, row in enumerate(plan.scheduled) if row.samples]
-        buffers, hidden, decoded = self._forward(rows, draws_all=len(places) == len(rows.requests))
-        chunks: list[PromptChunk] = []
-        if decoded is None:
-            chunks = prompt_chunks(rows, hidden, self._prompt_logprobs) if self._prompt_logprobs else []
-            if len(places) != len(hidden):
-                last = [rows.starts[place + 1] - 1 for place in places]
-                hidden = hidden.index_select(0, self._transfers.upload(last, torch.int64))
+        wants_all = bool(self._prompt_logprobs) and owes_prompt(rows, self._prompt_logprobs)
+        draws_all = len(places) == len(rows.requests)
+        buffers, hidden, decoded = self._forward(rows, draws_all=draws_all, wants_all=wants_all)
+        chunks = prompt_chunks(rows, hidden, self._prompt_logprobs) if wants_all else []
+        if decoded is None and len(places) != len(hidden):
+            drawing = [rows.starts[place + 1] - 1 for place in places] if wants_all else places
+            hidden = hidden.index_select(0, self._transfers.upload(drawing, torch.int64))
         self._pending = _Pending(plan.step_id, rows, buffers, places, hidden, decoded, chunks, started)
 
-    def _forward(self, rows: StepRows, *, draws_all: bool) -> tuple[StepBuffers, Tensor, DecodeResult | None]:
-        """Runs the model over a step: hidden states of all its tokens, and what a decode graph made of them."""
-        if self._graphs is not None:
-            # A row of one token that draws has no prompt token behind it, so that a request which asked for its prompt's
-            # log-probabilities is owed none by it: nobody needs its hidden state.
+    def _forward(
+        self, rows: StepRows, *, draws_all: bool, wants_all: bool
+    ) -> tuple[StepBuffers, Tensor, DecodeResult | None]:
+        """Runs the model over a step: hidden states of the rows' last tokens, or of all tokens, and what a decode graph made
+        of them."""
+        if self._graphs is not None and not wants_all:
             step = self._graphs.run(rows, decode=draws_all and rows.is_decode)
             if step is not None:
                 return step.buffers, step.hidden, step.decoded
         buffers = self._batch.lay_out(rows)
         self._context.prepare(self._batch.geometries(buffers, rows))
         embeds = self._model.embed(buffers.input_ids)
-        return buffers, self._model.forward(embeds, buffers.positions, self._context), None
+        if wants_all or rows.is_decode:
+            return buffers, self._model.forward(embeds, buffers.positions, self._context), None
+        last = (buffers.starts[1:] - 1).to(torch.int64)
+        return buffers, self._model.forward_rows(embeds, buffers.positions, self._context, last), None
 
     def sample(self, plan: StepPlan, masks: Mapping[int, Tensor] | None) -> StepResult:
         """Raises RuntimeError when `plan` is not the step executed last."""

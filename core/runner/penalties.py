@@ -1,7 +1,7 @@
 """Repetition, presence and frequency penalties: token counts per request, kept on the device and updated token by
 token.
 
-Only requests that ask for a penalty take a row, so the others cost neither memory nor time.
+Only requests that ask for a penalty take a row, so the others cost no time. The memory is there for all.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..contracts.logits_processor import AddedRequest, BatchUpdate, LogitsProcessor, LogitsRows
 from ..contracts.plan import NewRequest
+from .transfer import Transfers
 
 logger = logging.getLogger("hotswap.runner")
 
@@ -54,8 +55,10 @@ class _Changes:
 class ProcessorChain:
     """All active processors, in the operator's order. One thread: the worker's."""
 
-    def __init__(self, active: Sequence[ActiveProcessor] = ()) -> None:
+    def __init__(self, active: Sequence[ActiveProcessor] = (), transfers: Transfers | None = None) -> None:
+        """transfers: to the device that logits lie on; the host when not given."""
         self._active = tuple(active)
+        self._transfers = transfers or Transfers()
         self._changes = [_Changes() for _ in self._active]
         self._served: dict[int, tuple[int, ...]] = {}  # request -> processors that serve it
         self._changed = False
@@ -129,15 +132,13 @@ class ProcessorChain:
         groups = []
         for number, at_rows in sorted(found.items()):
             places = [edited[at] for at in at_rows]
-            rows = torch.tensor(places, dtype=torch.int64, device=slots.device)
+            rows = self._transfers.upload(places, torch.int64)
             groups.append(
                 ProcessedRows(
                     number,
                     tuple(request_ids[place] for place in places),
                     rows,
-                    None
-                    if len(at_rows) == len(edited)
-                    else torch.tensor(at_rows, dtype=torch.int64, device=slots.device),
+                    None if len(at_rows) == len(edited) else self._transfers.upload(at_rows, torch.int64),
                     slots.index_select(0, rows),
                     num_prompt_tokens.index_select(0, rows),
                 )
@@ -158,9 +159,10 @@ class ProcessorChain:
                 positions.index_select(0, group.rows),
                 group.num_prompt_tokens,
             )
-            given = logits if group.at is None else logits.index_select(0, group.at)
-            processed = self._process(group.processor, given, rows)
-            logits = processed if group.at is None else logits.index_copy_(0, group.at, processed)
+            if group.at is None:
+                logits = self._process(group.processor, logits, rows)
+            else:  # no name for either copy: one that lasts until the next processor's are made would be one too many
+                logits.index_copy_(0, group.at, self._process(group.processor, logits.index_select(0, group.at), rows))
         return logits
 
     def names(self, request_id: int) -> str:

@@ -50,6 +50,14 @@ class PromptDescription:
         return found
 
 
+def owes_prompt(rows: StepRows, counts: Mapping[int, int]) -> bool:
+    """Whether a row of this step has hidden states that `prompt_chunks` wants."""
+    return any(
+        request.request_id in counts and before + 1 < request.num_prompt_tokens
+        for request, before in zip(rows.requests, rows.before, strict=True)
+    )
+
+
 def prompt_chunks(rows: StepRows, hidden: Tensor, counts: Mapping[int, int]) -> list[PromptChunk]:
     """Hidden rows of a step that predict a prompt token, per request that asked. counts: request -> alternatives."""
     chunks = []

@@ -85,11 +85,7 @@ class _Trial:
 
     def step(self, logits: Tensor, rows: Sequence[SamplingRow]) -> None:
         transfers, ops = self._transfers, self._ops
-        before = build_batch(
-            rows, {}, self._width, transfers
-        )  # the batch of the last step is there until the next one is
         batch = build_batch(rows, {}, self._width, transfers)
-        del before
         drawn = sample(logits, batch, self._history(len(rows)), self._pool, ops, process=self._process())
         if not batch.logprob_rows:
             return

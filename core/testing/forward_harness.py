@@ -160,9 +160,9 @@ class ForwardHarness:
         goals = [len(prompt) + max_tokens for prompt in prompts]
         while running := [s for s, goal in zip(sequences, goals, strict=True) if len(s.tokens) < goal]:
             batch = [(s, min(chunk_size or len(s.tokens), len(s.tokens) - s.num_computed)) for s in running]
-            hidden = self._step(batch)
             ends = torch.tensor([count for _, count in batch]).cumsum(0) - 1
-            chosen = self.model.logits(hidden[ends.to(self._device)]).argmax(dim=-1).tolist()
+            hidden = self._step(batch, ends.to(self._device))
+            chosen = self.model.logits(hidden).argmax(dim=-1).tolist()
             for (sequence, _), token in zip(batch, chosen, strict=True):
                 if sequence.num_computed == len(sequence.tokens):
                     sequence.tokens.append(token)
@@ -170,8 +170,8 @@ class ForwardHarness:
             self._release(sequence)
         return [s.tokens[len(prompt) :] for s, prompt in zip(sequences, prompts, strict=True)]
 
-    def _step(self, batch: Sequence[tuple[_Sequence, int]]) -> Tensor:
-        """Computes the next `count` tokens of each sequence; hidden [T, H]."""
+    def _step(self, batch: Sequence[tuple[_Sequence, int]], rows: Tensor | None = None) -> Tensor:
+        """Computes the next `count` tokens of each sequence; hidden [T, H], or of the tokens `rows` alone."""
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -185,7 +185,8 @@ class ForwardHarness:
             sequence.num_computed += count
         self.backend.prepare(self._geometry(batch, slots))
         embeds = self.model.embed(torch.tensor(token_ids, device=self._device))
-        return self.model.forward(embeds, torch.tensor(positions, device=self._device), self)
+        at = torch.tensor(positions, device=self._device)
+        return self.model.forward(embeds, at, self) if rows is None else self.model.forward_rows(embeds, at, self, rows)
 
     def _geometry(self, batch: Sequence[tuple[_Sequence, int]], slots: list[int]) -> BatchGeometry:
         counts = [count for _, count in batch]

@@ -27,6 +27,7 @@ from hotswap.core.contracts.kernels import KernelContext, LinearKernel, PackedWe
 from hotswap.core.contracts.plan import NewRequest, ScheduledRequest, StepPlan
 from hotswap.core.contracts.provider import DeviceInfo
 from hotswap.core.layers.ops import OpTable
+from hotswap.core.runner.graphs import decode_sizes
 from hotswap.core.runner.kv_cache import CachePlan, allocate_cache, group_layers
 from hotswap.core.runner.largest_step import LargestStep
 from hotswap.core.runner.model_runner import ModelRunner, RunnerLimits
@@ -226,6 +227,8 @@ def main() -> None:
     step.run(MAX_TOKENS, MAX_ROWS)
     largest = set(recorder.launched)
     step.warm_up(MAX_TOKENS, MAX_ROWS, GRAPH_TOKENS)
+    for size in decode_sizes(MAX_ROWS):  # the capture of these graphs launches it
+        step.decode(size, size)
     beside_graphs = set(recorder.launched)
     step.warm_up(MAX_TOKENS, MAX_ROWS, 0)
     warm = set(recorder.launched)

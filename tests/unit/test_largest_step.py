@@ -27,6 +27,7 @@ from hotswap.core.contracts.model import ForwardContext, LoadReport, Model, Weig
 from hotswap.core.contracts.plan import NewRequest, ScheduledRequest, StepPlan
 from hotswap.core.contracts.platform import MemorySnapshot
 from hotswap.core.engine.worker_builder import WorkerBuilder
+from hotswap.core.errors import UsageError
 from hotswap.core.layers.ops import OpTable
 from hotswap.core.runner.kv_cache import CachePlan, MemoryTable, allocate_cache, group_layers
 from hotswap.core.runner.largest_step import LargestStep
@@ -146,7 +147,8 @@ def peak_bytes(run: Callable[[], object]) -> int:
 class Served:
     """A runner whose requests all ask for the same, step by step."""
 
-    def __init__(self, ops: OpTable, demands: SamplingDemands) -> None:
+    def __init__(self, ops: OpTable, demands: SamplingDemands, named: Sequence[str] = ()) -> None:
+        """named: processors that serve whoever names them, instead of one that serves all."""
         self.model, self.backend, self.ops, self.demands = WideModel(), NoAttention(), ops, demands
         groups = group_layers(self.model.cache_specs())
         self.groups = [GroupCache(groups[0], self.backend)]
@@ -159,7 +161,9 @@ class Served:
             RunnerLimits(ROWS, LENGTH, BLOCK, WIDTH),
             ops,
             Transfers(),
-            processors=[ActiveProcessor("copying", "copying", Copying(), True)] if demands.processors else [],
+            processors=[
+                ActiveProcessor(name, name, Copying(), not named) for name in named or ["copying"] * demands.processors
+            ],
             processed_logprobs=demands.processed_logprobs,
         )
         self.num_steps = 0
@@ -237,6 +241,18 @@ def test_no_step_takes_more_than_the_largest(
     assert largest < (6 if processors or processed else 4) * LOGITS, "the KV cache pays for it"
 
 
+def test_several_processors_of_some_rows_take_no_more() -> None:
+    served = Served(lean_ops(), SamplingDemands(30, processors=True), named="abc")
+    largest = peak_bytes(lambda: served.largest().run(2 * ROWS, ROWS))
+    served.round([SamplingParams(repetition_penalty=1.1)] * ROWS)
+    all_but_one = [
+        SamplingParams(allowed_token_ids=[1, 2], logprobs=0, logits_processors={name: {} for name in "abc"})
+        for _ in range(ROWS - 1)
+    ]
+    taken = peak_bytes(partial(served.rounds, [*all_but_one, SamplingParams(logit_bias={3: 1.0})]))
+    assert taken < largest + LOGITS // 50, (taken / LOGITS, largest / LOGITS)
+
+
 def test_rows_are_sorted_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """For processed log-probabilities. A row that is sorted takes some fifteen times its logits: more rows do not."""
     monkeypatch.setattr("hotswap.core.runner.processed.SORTED", 2**13)
@@ -308,25 +324,58 @@ class Card(MyPlatform):
         return 2**30 - step_bytes
 
 
-def test_what_sampling_keeps_has_its_line_and_is_not_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotswap.core.engine.worker_builder.Transfers", lambda device, platform: Transfers())
-    model, table, seconds = WideModel(), MemoryTable(), dict[str, float]()
-    limits = SchedulingLimits(max_num_seqs=ROWS, max_num_batched_tokens=100, max_model_len=LENGTH)
-    builder = WorkerBuilder(
+def builder_of(
+    ops: OpTable, table: MemoryTable, seconds: dict[str, float], max_model_len: int = LENGTH
+) -> WorkerBuilder:
+    model = WideModel()
+    return WorkerBuilder(
         EngineConfig(),
         Card(MyPlatformOptions()),
         model,
-        lean_ops(),
+        ops,
         group_layers(model.cache_specs()),
         [NoAttention()],
-        limits,
+        SchedulingLimits(max_num_seqs=ROWS, max_num_batched_tokens=100, max_model_len=max_model_len),
         WIDTH,
         table,
         seconds,
         None,
     )
-    plan = builder.plan_cache()
+
+
+@pytest.fixture
+def _host_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotswap.core.engine.worker_builder.Transfers", lambda device, platform: Transfers())
+
+
+@pytest.mark.usefixtures("_host_transfers")
+def test_what_sampling_keeps_has_its_line_and_is_not_the_caches() -> None:
+    table, seconds = MemoryTable(), dict[str, float]()
+    plan = builder_of(lean_ops(), table, seconds).plan_cache()
     parts = dict(table.rows)
-    assert set(parts) == {"largest step", "sampling"} and set(seconds) == {"largest step", "warm-up"}
+    assert set(parts) == {"largest step", "sampling", "request tables"}
+    assert set(seconds) == {"largest step", "warm-up"}
     assert 12 * ROWS * WIDTH <= parts["sampling"] < 12 * ROWS * WIDTH + 2**16
     assert plan.total_bytes <= 2**30 - sum(parts.values())
+
+
+@pytest.mark.usefixtures("_host_transfers")
+def test_tokens_of_all_seats_are_not_the_caches_either() -> None:
+    """Half a GiB for 1,024 requests in a window of 131,072 tokens."""
+    table, window = MemoryTable(), 20_000
+    plan = builder_of(lean_ops(), table, {}, window).plan_cache()
+    tokens, blocks = 4 * (ROWS + 1) * (window + 1), 4 * (ROWS + 1) * (window // BLOCK + 1)
+    assert tokens + blocks <= dict(table.rows)["request tables"] < tokens + blocks + 2**16
+    assert plan.total_bytes <= 2**30 - sum(dict(table.rows).values())
+
+
+@pytest.mark.usefixtures("_host_transfers")
+def test_where_sampling_has_no_memory_fewer_requests_are_advised() -> None:
+    """Fewer tokens a step would not make it smaller."""
+
+    def draw(*given: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    builder = builder_of(dataclasses.replace(lean_ops(), draw=draw), MemoryTable(), {})
+    with pytest.raises(UsageError, match=r"in the part 'sampling'.*Lower --max-num-seqs \(now 256\)$"):
+        builder.plan_cache()

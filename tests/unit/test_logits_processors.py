@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from hotswap.core.engine.request_processors import RequestProcessors
 from hotswap.core.engine.wire import EngineInfo
 from hotswap.core.errors import PluginError, RequestError
 from hotswap.core.runner.processors import ActiveProcessor, ProcessorChain
+from hotswap.core.runner.transfer import Transfers
 from hotswap.core.testing.tiny_models import make_tiny_model
 from hotswap.plugins.logits.no_repeat_ngram import NoRepeatNgram, ban_repeats
 
@@ -76,6 +77,26 @@ def apply(chain: ProcessorChain, request_ids: list[int], logits: Tensor, edited:
     count = torch.arange(len(request_ids))
     groups = chain.group(request_ids, places, count, torch.full_like(count, 3))
     return chain.apply(logits, groups, torch.zeros((8, 9), dtype=torch.int32), torch.full_like(count, 4))
+
+
+def test_places_go_to_the_device_with_the_others() -> None:
+    """Through `Transfers`: on a card, `torch.tensor(..., device=)` waits for all that is queued."""
+    uploads: list[list[int]] = []
+
+    class Noting(Transfers):
+        def upload(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+            uploads.append(list(values))
+            return super().upload(values, dtype)
+
+    active = [ActiveProcessor("named", "named", Recorder(), False)]
+    chain = ProcessorChain(active, Noting())
+    chain.add(new(1), 0)
+    chain.add(new(2, named={}), 1)
+    chain.flush()
+    count = torch.arange(2)
+    (group,) = chain.group([1, 2], [0, 1], count, count)
+    assert uploads == [[1], [1]] and group.rows.tolist() == [1]
+    assert group.at is not None and group.at.tolist() == [1]
 
 
 def test_only_what_a_processor_serves_reaches_it() -> None:

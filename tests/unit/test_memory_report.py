@@ -88,6 +88,20 @@ def test_other_processes_come_first_where_it_would_have_fitted_without_them() ->
     assert alone.endswith("Give a smaller or quantized --model")
 
 
+def test_what_was_measured_only_is_not_held() -> None:
+    """The largest step's memory is free again: it must not hide what other processes have."""
+    parts = table(weights=16)
+    parts.plan("largest step", 4 * GIB)
+    parts.plan("sampling", GIB)
+    message = message_of("KV cache", Card(40, 1), parts, part_bytes=50 * GIB)
+    assert "Held before: weights 16.00 GiB, other processes, the driver and the like 24.00 GiB." in message
+    parts.add("KV cache", 39 * GIB)
+    parts.take("sampling")
+    message = message_of("graphs", Card(0, 0), parts)
+    assert "weights 16.00 GiB, sampling 1.00 GiB, KV cache 39.00 GiB, other" in message
+    assert parts.lines()[-1].split()[1] == "60.000", "the log has all of them"
+
+
 def test_errors_of_libraries_below_torch() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("x"))
     assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))

@@ -44,6 +44,21 @@ def test_put_back_after_an_exception() -> None:
     assert gc.get_threshold() == USERS
 
 
+@pytest.mark.parametrize("interrupted", ["isenabled", "get_threshold", "set_threshold"])
+def test_an_interrupt_on_the_way_in_leaves_nothing_behind(interrupted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C may come between any two of its statements."""
+
+    def interrupt(*values: int) -> None:
+        monkeypatch.undo()  # once
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gc, interrupted, interrupt)
+    with pytest.raises(KeyboardInterrupt), collected_rarely():
+        raise AssertionError("it was not interrupted")
+    assert gc.get_threshold() == USERS
+    test_thresholds_are_raised_inside_and_put_back()
+
+
 def test_put_back_when_a_generator_is_left_early() -> None:
     def tokens() -> Iterator[int]:
         with collected_rarely():

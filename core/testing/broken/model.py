@@ -97,6 +97,13 @@ class LooksAtItsResult(MyModel):
         return hidden
 
 
+class GivesTheFirstRows(MyModel):
+    """As many hidden states as were asked for, but not those."""
+
+    def forward_rows(self, embeds: Tensor, positions: Tensor, context: ForwardContext, rows: Tensor) -> Tensor:
+        return self.forward(embeds, positions, context)[: len(rows)]
+
+
 class CachesAllHeads(MyModel):
     """A cache spec with room for every query head, although fewer KV heads are kept."""
 
@@ -124,5 +131,6 @@ BROKEN: tuple[BrokenSample, ...] = (
     _sample("forgets_the_last_norm", ForgetsTheLastNorm, "every_tensor_is_used"),
     _sample("adds_in_place", AddsInPlace, "attention_is_asked_for_in_layer_order"),
     _sample("caches_all_heads", CachesAllHeads, "cache_specs_agree_with_the_layers"),
+    _sample("gives_the_first_rows", GivesTheFirstRows, "mixed_batches_continue_as_transformers_would"),
     _sample("looks_at_its_result", LooksAtItsResult, "what_may_be_recorded_looks_at_no_value"),
 )

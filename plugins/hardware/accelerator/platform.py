@@ -29,7 +29,8 @@ class AcceleratorPlatform(Platform):
 
     is_asynchronous = True
     supports_graphs = True
-    lends_graph_results = True
+    # By a private function of torch; without it graphs keep their results, and the budget counts them.
+    lends_graph_results = hasattr(torch._C, "_construct_storage_from_data_pointer")
 
     def __init__(self, info: DeviceInfo, index: int, *, deterministic: bool, logger: logging.Logger) -> None:
         self._info = info
@@ -160,6 +161,8 @@ class AcceleratorPlatform(Platform):
     def graph_result(self, tensor: torch.Tensor) -> torch.Tensor:
         """What is freed in a graph's pool stays there: torch gives a pool's memory to captures only, and to the driver when no
         graph of the pool is left. Its own graph trees look at results in this way, too."""
+        if not self.lends_graph_results:
+            return tensor
         storage = tensor.untyped_storage()
         borrowed = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -187,10 +187,18 @@ class DenseDecoder(Model):
     ) -> Tensor:
         if intermediates is not None:
             raise ModelLoadError("dense_decoder runs all its layers in one process; it takes no other stage's output")
+        return self._hidden(embeds, positions, context, None)
+
+    def forward_rows(self, embeds: Tensor, positions: Tensor, context: ForwardContext, rows: Tensor) -> Tensor:
+        return self._hidden(embeds, positions, context, rows)
+
+    def _hidden(self, embeds: Tensor, positions: Tensor, context: ForwardContext, rows: Tensor | None) -> Tensor:
+        """[T, H]; with rows int64 [S] those alone, which is all that the last block then computes behind its attention."""
         residual = embeds.clone()  # the blocks add to it in place; `embeds` stays the caller's
         delta: Tensor | None = None
-        for block in self._blocks:
-            delta = block(delta, residual, positions, context)
+        for block in self._blocks[:-1]:
+            delta, residual = block(delta, residual, positions, context)
+        delta, residual = self._blocks[-1](delta, residual, positions, context, rows)
         return self._final_norm(residual) if delta is None else self._final_norm.add(delta, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
