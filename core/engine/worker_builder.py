@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -18,7 +19,7 @@ from ..layers.ops import OpTable
 from ..runner.graphs import kept_bytes, unsupported
 from ..runner.input_batch import InputBatch
 from ..runner.kv_cache import GIB, CacheGroup, CachePlan, MemoryTable, allocate_cache, plan_cache
-from ..runner.largest_step import LargestStep
+from ..runner.largest_step import LargestStep, just_below
 from ..runner.memory_report import guard_part
 from ..runner.model_runner import ModelRunner, RunnerLimits
 from ..runner.penalties import PenaltyPool
@@ -86,7 +87,7 @@ class WorkerBuilder:
         sampling = partial(guard_part, "sampling", self._memory, self._platform, config)
         with guard_part("largest step", self._memory, self._platform, config):
             step = self._trial_step(processes_logits)
-            total = self._measured("largest step", lambda: step.run(max_tokens, min(max_rows, max_tokens), sampling))
+            total = self._measured("largest step", partial(self._run_largest, step, sampling))
             if graph_tokens:
                 total += self._measure_graphs(step, graph_tokens)
         with sampling():
@@ -101,6 +102,12 @@ class WorkerBuilder:
         self._seconds["warm-up"] = time.monotonic() - started
         return total
 
+    def _run_largest(self, step: LargestStep, around_sampling: Callable[[], AbstractContextManager[object]]) -> None:
+        max_rows, max_tokens = self._limits.max_num_seqs, self._limits.max_num_batched_tokens
+        step.run(max_tokens, min(max_rows, max_tokens), around_sampling)
+        for tokens in just_below(max_tokens):
+            step.decode(tokens, min(max_rows, tokens))
+
     def _graph_tokens(self) -> int:
         """Of the largest step that will be replayed; 0: none is."""
         reason = unsupported(self._model, [served.backend for served in self._served])
@@ -113,7 +120,12 @@ class WorkerBuilder:
         rows = min(max_rows, graph_tokens)
         total = self._measured("decode graphs", lambda: step.decode(rows, rows))
         if captures_all:
-            total += self._measured("forward graphs", lambda: step.decode(graph_tokens, rows))
+
+            def forward() -> None:
+                for tokens in (graph_tokens, *just_below(graph_tokens)):
+                    step.decode(tokens, min(max_rows, tokens))
+
+            total += self._measured("forward graphs", forward)
         if not self._platform.lends_graph_results:
             embeds = self._model.embed(self._transfers.upload([0], torch.int64))
             token_bytes = embeds.shape[1] * embeds.element_size()  # a hidden state's, too

@@ -24,6 +24,13 @@ from .warm_up import TryingContext, claims, doubled
 _SMALL_STEP = 512  # tokens above which no product has a shape of its own
 
 
+def just_below(most: int) -> list[int]:
+    """Numbers of tokens, the most first, at which a step may take more memory than one of `most`: kernels that need less are
+    chosen from powers of two on, and save a factor of less than four."""
+    powers = [1 << exponent for exponent in range(most.bit_length())]
+    return [power - 1 for power in reversed(powers) if power > max(1, most // 4)]
+
+
 class LargestStep:
     """Runs the model and the sampler over made-up tokens of as many requests as asked for. The cache holds nothing but the null
     block: every context lies in it, and nothing is written."""

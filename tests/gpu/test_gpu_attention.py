@@ -133,8 +133,10 @@ def test_a_cache_of_more_than_two_billion_elements() -> None:
     check(step, layer, step.run(backend(), layer))
 
 
-def test_deterministic_bits_depend_on_the_context_alone() -> None:
-    layer = AttentionLayer(0, 32, 8, 128, 128, 0.088)
+@pytest.mark.parametrize("soft_cap", [None, 30.0])
+@pytest.mark.parametrize("window", [None, 200])
+def test_deterministic_bits_depend_on_the_context_alone(window: int | None, soft_cap: float | None) -> None:
+    layer = AttentionLayer(0, 32, 8, 128, 128, 0.088, window=window, soft_cap=soft_cap)
     step = make(layer, ((700, 900), (1, 90), (40, 500)), padding=3)
     together = step.run(backend(deterministic=True), layer)
     for request in range(3):

@@ -16,6 +16,7 @@ from hotswap.core.engine.worker_builder import WorkerBuilder
 from hotswap.core.layers.ops import OpTable
 from hotswap.core.runner.graphs import kept_bytes
 from hotswap.core.runner.kv_cache import MemoryTable, group_layers
+from hotswap.core.runner.largest_step import just_below
 from hotswap.core.runner.transfer import Transfers
 from hotswap.core.scheduling.limits import SchedulingLimits
 from hotswap.core.testing.templates.platform import MyPlatform, MyPlatformOptions
@@ -50,10 +51,17 @@ class Card(MyPlatform):
 
 
 class CountingModel(HashModel):
+    """last: the most tokens, and rows of logits, since it was set. sizes: tokens of each step."""
+
     last = (0, 0)
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
     def embed(self, token_ids: Tensor) -> Tensor:
-        self.last = (len(token_ids), 0)
+        self.last = (max(self.last[0], len(token_ids)), self.last[1])
+        self.sizes.append(len(token_ids))
         return super().embed(token_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -101,6 +109,7 @@ def test_both_ladders_count(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = {part: taken for part, taken in parts.items() if "graphs" in part}
     assert graphs == {"decode graphs": TAKEN, "forward graphs": TAKEN}
     assert (ROWS, ROWS) in card.steps and (GRAPH_TOKENS, ROWS) in card.steps
+    assert {*just_below(GRAPH_TOKENS), *just_below(TOKENS)} <= set(card.model.sizes)
 
 
 def test_results_count_where_each_graph_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from hotswap.core.engine.worker_builder import WorkerBuilder
 from hotswap.core.errors import UsageError
 from hotswap.core.layers.ops import OpTable
 from hotswap.core.runner.kv_cache import CachePlan, MemoryTable, allocate_cache, group_layers
-from hotswap.core.runner.largest_step import LargestStep
+from hotswap.core.runner.largest_step import LargestStep, just_below
 from hotswap.core.runner.model_runner import ModelRunner, RunnerLimits
 from hotswap.core.runner.processors import ActiveProcessor
 from hotswap.core.runner.step_context import GroupCache
@@ -379,3 +379,11 @@ def test_where_sampling_has_no_memory_fewer_requests_are_advised() -> None:
     builder = builder_of(dataclasses.replace(lean_ops(), draw=draw), MemoryTable(), {})
     with pytest.raises(UsageError, match=r"in the part 'sampling'.*Lower --max-num-seqs \(now 256\)$"):
         builder.plan_cache()
+
+
+@pytest.mark.parametrize(
+    ("most", "tried"),
+    [(8192, [8191, 4095]), (8448, [8191, 4095]), (2048, [2047, 1023]), (5, [3, 1]), (2, [1]), (1, [])],
+)
+def test_steps_at_which_a_kernel_that_needs_less_is_not_chosen_yet(most: int, tried: list[int]) -> None:
+    assert just_below(most) == tried

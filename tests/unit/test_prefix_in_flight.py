@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from hotswap.core.config import SchedulerConfig
 from hotswap.core.contracts.policy import KeyedPolicy, Policy, RequestView
 from hotswap.core.engine.wire import EngineStats
 from hotswap.core.errors import PlanError, RequestError
 from hotswap.core.kv_cache import PendingBlocks
 from hotswap.core.request import Request, Status, WaitingReason
-from hotswap.core.scheduling.limits import SchedulingLimits
+from hotswap.core.scheduling.limits import SchedulingLimits, limits_of
 from hotswap.core.scheduling.plan_builder import MAX_HOLDS
 from hotswap.core.testing.scheduling_harness import SchedulingHarness, fake_request
 from hotswap.plugins.schedulers.continuous_batching import ContinuousBatching
@@ -510,3 +511,10 @@ def test_a_plan_looks_at_nobody_who_waits(num_sharing: int, monkeypatch: pytest.
     assert schedule() is not None
     assert schedule() is not None
     assert looks == []
+
+
+def test_a_cpu_waits_for_any_block() -> None:
+    """It pays for each token; a GPU's step of few rows reads the weights anyway."""
+    asked = SchedulerConfig()
+    assert limits_of(asked, 4096, on_cpu=True).min_tokens_awaited == 1
+    assert limits_of(asked, 4096, on_cpu=False).min_tokens_awaited == 64

@@ -98,12 +98,13 @@ def test_rows_and_tokens_of_padding_are_left_alone() -> None:
     torch.testing.assert_close(found[:12].double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_deterministic_bits_depend_on_the_context_alone() -> None:
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+def test_deterministic_bits_depend_on_the_context_alone(soft_cap: float | None) -> None:
     """The last token's output is the same, alone or in a batch, in one chunk or another, padded or not.
 
     Without a GPU the chunks are such that the token is the same row of a tile: numpy's products of two rows may differ.
     """
-    layer = AttentionLayer(0, 2, 1, 16, 16, 0.25)
+    layer = AttentionLayer(0, 2, 1, 16, 16, 0.25, soft_cap=soft_cap)
     whole = make(layer, ((70, 70), (1, 90)), padding=3)
     bits = run(whole, layer, deterministic=True)[69]
     for new in (1, 2, 33) if TORCH_DEVICE == "cuda" else (6, 22, 38):

@@ -56,6 +56,22 @@ class ServesHalfALayer(MyQuantizationLayer):
         self._awaited.clear()
 
 
+class AddsAndDeniesIt(MyQuantizationLayer):
+    """The caller adds the product a second time."""
+
+    def add_product(self, x: Tensor, residual: Tensor) -> bool:
+        residual.add_(self.apply(x, None))
+        return False
+
+
+class GatesWithTheSecondHalf(MyQuantizationLayer):
+    """Fuses the activation, with gate and up exchanged."""
+
+    def apply_gated(self, x: Tensor, op: str) -> Tensor:
+        up, gate = self.apply(x, None).chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+
 class WrongDtype(MyQuantizationLayer):
     def apply(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
         return super().apply(x, bias, out_dtype).float()
@@ -93,6 +109,8 @@ BROKEN: tuple[BrokenSample, ...] = (
     _sample("keeps_views_of_the_file", KeepsViewsOfTheFile, "apply_equals_the_dequantized_product"),
     _sample("serves_half_a_layer", ServesHalfALayer, "missing_tensors_are_noticed"),
     _sample("wrong_dtype", WrongDtype, "apply_gives_the_dtype_that_is_asked_for"),
+    _sample("adds_and_denies_it", AddsAndDeniesIt, "fused_forms_equal_apply"),
+    _sample("gates_with_the_second_half", GatesWithTheSecondHalf, "fused_forms_equal_apply"),
     _sample("takes_any_checkpoint", MyQuantizationLayer, "detect_knows_its_own", is_any),
     _sample("empties_the_config", MyQuantizationLayer, "detect_is_pure", empties_the_config),
 )

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from ...contracts.loader import ModelLoadError
 from ...contracts.provider import ModelInfo
 from ...contracts.quantization import LayerMethod, LayerSpec, ParamSpec, QuantizationMethod, QuantizationProvider
+from ...layers import reference
 from ...layers.linear import part_shape
 from ...layers.reference import ReferenceLinear
 from .base import ConformanceSuite
@@ -188,6 +189,23 @@ class QuantizationSuite(ConformanceSuite):
                 assert out.dtype == (asked or given), f"{out.dtype} instead of {asked or given}"
                 coarsest = torch.bfloat16 if torch.bfloat16 in (given, out.dtype) else torch.float32
                 compare(out, x, layer.dequantize(), None, coarsest, spec)
+
+    def test_fused_forms_equal_apply(self) -> None:
+        """Where the method fuses what stands behind a product, apply_gated is the op of what apply gives and add_product the
+        sum with it; where it does not, nothing has changed."""
+        for seed, spec in enumerate(self.specs()):
+            layer, _ = self.loaded(spec, seed)
+            x, residual = normal(3, spec.in_features), normal(3, spec.out_features, seed=1)
+            before, product = residual.clone(), layer.apply(x, None)
+            size = float(product.abs().max()) + 1e-3
+            for op in ("silu_mul", "gelu_tanh_mul") if spec.out_features % 2 == 0 else ():
+                gated = layer.apply_gated(x, op)
+                if gated is not None:
+                    torch.testing.assert_close(gated, getattr(reference, op)(product), rtol=1e-4, atol=1e-5 * size**2)
+            if layer.add_product(x, residual):
+                torch.testing.assert_close(residual, before + product, rtol=1e-4, atol=1e-5 * size)
+            else:
+                assert torch.equal(residual, before), "add_product said no and changed the residual"
 
     def test_dequantize_equals_the_format(self) -> None:
         """`dequantize` gives the weight that the checkpoint's tensors stand for."""

@@ -78,6 +78,9 @@ def attend_to_tiles(  # type: ignore[no-untyped-def]
     scores, times log2(e); with a soft cap the scale over the cap, and cap_scale the cap times log2(e).
     position [M], slope [M]: with ALIBI, slope times (key - position) is added, in base 2.
     Strides: elements from block to block and token to token.
+
+    What a tile adds has the same bits with MASKED and without, as which of both a key meets depends on where a chunk begins:
+    products are fused with sums by `fma` here, not where the compiler finds that it can, which a mask in between prevents.
     """
     dims_k = tl.arange(0, BLOCK_DK)
     dims_v = tl.arange(0, BLOCK_DV)
@@ -98,25 +101,25 @@ def attend_to_tiles(  # type: ignore[no-untyped-def]
         scores = matrix_product(query, tl.trans(key.to(query.dtype)), UPCAST)
         if SOFT_CAP:
             # tanh(x) = 1 - 2 / (exp(2 x) + 1), right at both infinities.
-            scores = cap_scale * (1.0 - 2.0 / (tl.exp2(scores * (scale * 2.0 * LOG2E)) + 1.0))
+            scores = 1.0 - 2.0 / (tl.exp2(scores * (scale * 2.0 * LOG2E)) + 1.0)
+        factor = cap_scale if SOFT_CAP else scale
         if ALIBI:
-            if not SOFT_CAP:
-                scores = scores * scale
-            scores += slope[:, None] * (keys[None, :] - position[:, None]).to(tl.float32)
+            distance = (keys[None, :] - position[:, None]).to(tl.float32)
+            scores = tl.fma(scores, factor, slope[:, None] * distance)
         if MASKED:
             seen = keys[None, :] < limit[:, None]
             if WINDOW:
                 seen = seen & (keys[None, :] >= lowest[:, None])
             scores = tl.where(seen, scores, float("-inf"))
         top = tl.max(scores, 1)
-        if not (SOFT_CAP or ALIBI):
-            top = top * scale
+        if not ALIBI:
+            top = top * factor
         new_peak = tl.maximum(peak, top)
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen nothing yet
-        if SOFT_CAP or ALIBI:
+        if ALIBI:
             weights = tl.exp2(scores - base[:, None])
         else:
-            weights = tl.exp2(scores * scale - base[:, None])
+            weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
         decay = tl.exp2(peak - base)
         total = total * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
