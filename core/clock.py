@@ -35,3 +35,9 @@ class ManualClock:
         if seconds < 0:
             raise ValueError(f"time cannot go back: advance({seconds})")
         self._now += seconds
+
+    def advance_to(self, moment: float) -> None:
+        """Moves time to `moment`, exactly. Raises ValueError when that has passed."""
+        if moment < self._now:
+            raise ValueError(f"time cannot go back: advance_to({moment}) at {self._now}")
+        self._now = moment

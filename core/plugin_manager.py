@@ -102,7 +102,7 @@ class PluginManager:
         if conflicts and not tolerate_conflicts:
             raise PluginError("; ".join(conflict.message for conflict in conflicts))
         self._check_blocks()
-        self.selections[:] = [self._with_kind(selection) for selection in self.selections]
+        self.selections[:] = [self.with_kind(selection) for selection in self.selections]
         self._check_selections()
 
     @classmethod
@@ -370,8 +370,8 @@ class PluginManager:
                     f"{block.spelled}, {block.source}: nothing of that name is installed{nearest(block.name, known)}"
                 )
 
-    def _with_kind(self, selection: Selection) -> Selection:
-        """Finds the kind of `--plugin NAME`."""
+    def with_kind(self, selection: Selection) -> Selection:
+        """Finds the kind of `--plugin NAME`, once the plugins are loaded. Raises PluginError."""
         if selection.kind is not None:
             return selection
         kinds = [kind for kind in KINDS if any(found.name == selection.name for found in self.providers(kind))]

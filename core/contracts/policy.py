@@ -138,6 +138,13 @@ class Policy(ABC):
         out with `remove` and refuses it."""
         return ()
 
+    def hints_wanted(self) -> Iterable[RequestView]:
+        """Waiting requests whose `num_cached_prompt_tokens` is to be looked up now. Called when a step is begun, before `shed`;
+        the views have their new values when it is done. At most 32 are looked up a step, and whoever was preempted keeps what
+        its first admission saved. Without being asked for, a hint is as of the request's arrival, or of its return from
+        waiting for a prefix."""
+        return ()
+
     def on_scheduled(self, view: RequestView, num_tokens: int) -> None:
         """`num_tokens` of this request were put into the step."""
 

@@ -32,11 +32,12 @@ from ..errors import ModelLoadError, UsageError
 from ..kv_cache.manager import KVCacheManager
 from ..layers.ops import OpTable
 from ..layers.reference import ReferenceLinear
+from ..model_window import model_window
 from ..plugin_manager import PluginManager, Suits
 from ..runner.kv_cache import CacheGroup, CachePlan, MemoryTable, group_layers
 from ..runner.memory_report import guard_part
 from ..runner.processors import ActiveProcessor
-from ..scheduling.limits import SchedulingLimits
+from ..scheduling.limits import SchedulingLimits, limits_of
 from ..scheduling.mechanism import Mechanism
 from .admin import EngineAdmin
 from .assembly import AssembledEngine, Report, cache_dir
@@ -329,19 +330,8 @@ class EngineBuilder:
         self._seconds["weights"] = time.monotonic() - started
 
     def _limits(self, window: int, model: Model) -> SchedulingLimits:
-        asked = self._config.scheduler
-        budget = asked.max_num_batched_tokens
-        if budget is None:
-            budget = 512 if self._device.kind == "cpu" else 8192
-            if not asked.enable_chunked_prefill or not model.chunkable:
-                budget = max(budget, window)
-        return SchedulingLimits(
-            max_num_seqs=asked.max_num_seqs,
-            max_num_batched_tokens=budget,
-            max_model_len=window,
-            max_num_queued_reqs=asked.max_num_queued_reqs,
-            enable_chunked_prefill=asked.enable_chunked_prefill,
-            chunkable=model.chunkable,
+        return limits_of(
+            self._config.scheduler, window, on_cpu=self._device.kind == "cpu", model_is_chunkable=model.chunkable
         )
 
     def _log_sizes(self, mechanism: Mechanism, plan: CachePlan) -> None:
@@ -383,20 +373,3 @@ def _vocab_size(config: dict[str, Any]) -> int:
     if not isinstance(size, int) or size < 1:
         raise ModelLoadError(f"config.json: vocab_size is {size!r}; a positive number is needed")
     return size
-
-
-def model_window(config: dict[str, Any]) -> int | None:
-    """The longest context that the model was made for, in tokens; None when its config does not say.
-
-    Rotations that are stretched by a factor reach that much further than `max_position_embeddings`, unless the config has
-    counted it in already (llama3 and longrope always have).
-    """
-    inner = config.get("text_config") or config
-    names = ("max_position_embeddings", "n_positions", "max_seq_len")
-    window = next((int(inner[name]) for name in names if inner.get(name)), None)
-    rope = inner.get("rope_parameters") or inner.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type")
-    if window is None or kind not in ("linear", "dynamic", "yarn") or not rope.get("factor"):
-        return window
-    original = rope.get("original_max_position_embeddings") or window
-    return max(window, int(original * float(rope["factor"])))

@@ -68,6 +68,16 @@ class KVCacheManager:
         """Tokens that a prefix hit would save now, for policies to look at."""
         return len(self.match(request)) * self.block_size if self.can_match(request) else 0
 
+    def renewed_hint(self, request: Request) -> int:
+        """As `hint`, from the one that the request has: while its last block is cached, those before it are taken to be, since
+        a prefix is evicted from its end. So what has not changed costs a look-up or two, however long it is.
+        """
+        known = request.num_cached_prompt_tokens // self.block_size
+        keys = request.block_hashes
+        if not 0 < known <= len(keys) or not self.can_match(request) or not self.index.has(keys[known - 1]):
+            return self.hint(request)
+        return (known + len(self.index.match(request, start=known))) * self.block_size
+
     def match(self, request: Request) -> list[int]:
         """Blocks of the request's longest cached prefix, not yet referenced: valid until the pool is next allocated
         from.

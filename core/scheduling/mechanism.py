@@ -60,6 +60,7 @@ class Mechanism(SchedulingMechanism):
         if self._builder is not None and not self._builder.built:
             raise PlanError("the previous plan was not built")
         self.catch_up()
+        self._state.refresh_hints()
         self._builder = StepPlanBuilder(self._state)
         return self._builder
 

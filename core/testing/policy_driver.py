@@ -7,6 +7,7 @@ from typing import Any
 
 from ..clock import ManualClock
 from ..contracts.policy import Budget, Policy
+from ..scheduling.state import MAX_HINTS_PER_STEP
 from .scheduling_harness import fake_request
 from .views import ReadOnlyView
 
@@ -34,6 +35,7 @@ class PolicyDriver:
         self.running: dict[int, ReadOnlyView] = {}
         self.served: list[int] = []
         self._next_id = 0
+        self._num_hints = 0
 
     def new_view(self, num_prompt_tokens: int = 8, **fields: Any) -> ReadOnlyView:
         """A request that arrives now, as the engine has it before it is queued. A policy that does not use priorities
@@ -138,8 +140,24 @@ class PolicyDriver:
         self.policy.on_finish(view)
         self.compare()
 
+    def look_up_hints(self) -> None:
+        """A step begins: whoever the policy asks about is found to have some other number of tokens in the cache."""
+        wanted = list(self.policy.hints_wanted())
+        for view in wanted:
+            _check(
+                self.waiting.get(view.request_id) is view,
+                f"hints_wanted() names request {view.request_id}, which does not wait",
+            )
+        for view in wanted[:MAX_HINTS_PER_STEP]:
+            request = self.waiting[view.request_id].request
+            if not request.num_preemptions:
+                self._num_hints += 1
+                request.num_cached_prompt_tokens = self._num_hints * 7 % request.num_prompt_tokens
+        self.compare()
+
     def shed(self) -> None:
-        """Takes the policy at its word: whoever it gives up on is removed."""
+        """A step begins; takes the policy at its word: whoever it gives up on is removed."""
+        self.look_up_hints()
         given_up = list(self.policy.shed())
         ids = [shed.request_id for shed in given_up]
         _check(len(set(ids)) == len(ids), f"shed() names a request twice: {ids}")

@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from hotswap.core.errors import UsageError
-
-PERCENTILES: Final = (50, 90, 95, 99)
-QUANTILE_STEPS: Final = 200  # of the curves that a JSON file keeps
+from hotswap.core.load.distribution import Distribution, distribution
+from hotswap.core.load.objectives import parse_limits
 
 
 @dataclass(slots=True)
@@ -84,46 +82,8 @@ def itls(record: RequestRecord) -> list[float]:
     return samples
 
 
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of ascending values, by linear interpolation: the value at position percent / 100 * (n - 1), counted from 0."""
-    if not ordered:
-        raise ValueError("no percentile of nothing")
-    position = percent / 100 * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """Of seconds. quantiles: QUANTILE_STEPS + 1 of them, evenly spaced, smallest first: the cumulative curve."""
-
-    count: int
-    mean: float
-    p50: float
-    p90: float
-    p95: float
-    p99: float
-    min: float
-    max: float
-    quantiles: tuple[float, ...]
-
-
-def distribution(values: Iterable[float]) -> Distribution | None:
-    """None for no values."""
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    p50, p90, p95, p99 = (percentile(ordered, percent) for percent in PERCENTILES)
-    curve = tuple(percentile(ordered, 100 * step / QUANTILE_STEPS) for step in range(QUANTILE_STEPS + 1))
-    return Distribution(
-        len(ordered), math.fsum(ordered) / len(ordered), p50, p90, p95, p99, ordered[0], ordered[-1], curve
-    )
-
-
 # Service level objectives.
 
-_UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0}
 _SLO_OF: Final[dict[str, Callable[[RequestRecord], float | None]]] = {"ttft": ttft, "tpot": tpot, "e2e": e2e}
 
 
@@ -150,18 +110,7 @@ class Slo:
 
 def parse_slo(text: str) -> Slo:
     """`ttft:500ms,tpot:50ms,e2e:10s`; units us, ms, s, m. Raises UsageError."""
-    limits: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, value = part.strip().partition(":")
-        unit = next((unit for unit in ("us", "ms", "s", "m") if value.endswith(unit)), "")
-        try:
-            seconds = float(value.removesuffix(unit)) * _UNITS[unit]
-        except (ValueError, KeyError):
-            seconds = math.nan
-        if name not in _SLO_OF or not seconds > 0 or name in limits:
-            raise UsageError(f"SLO {part.strip()!r}: write it as ttft:500ms,tpot:50ms,e2e:10s (each at most once)")
-        limits[name] = seconds
-    return Slo(text, limits)
+    return Slo(text, parse_limits(text))
 
 
 # The summary.

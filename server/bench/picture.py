@@ -12,22 +12,32 @@ FORMATS: Final = (".png", ".svg", ".pdf")
 # Distinguishable also without colour vision (Okabe and Ito's palette).
 COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 STYLES: Final = ("-", "--", "-.", ":")
+STYLE_SHEET: Final[Any] = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.8,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "hotswap",
+}
 GREY: Final = "#666666"
 LONG_TAIL: Final = 10.0  # times the median: from there on an axis is logarithmic
 LOG_DECADE: Final = 10.0  # how far below the median such an axis begins; what is smaller is drawn there
+MANY_DECADES: Final = 1000.0  # an axis that spans as much has room for the powers of ten only
 _CURVES: Final = (("ttft", "TTFT"), ("itl", "ITL"), ("e2e", "E2E"))
 
 
-def check_picture(path: Path) -> None:
+def check_picture(path: Path, flag: str = "--picture") -> None:
     """Raises UsageError, before anything is run, for what cannot be drawn."""
     if path.suffix.lower() not in FORMATS:
-        raise UsageError(f"--picture {path}: its name must end in {', '.join(FORMATS)}")
+        raise UsageError(f"{flag} {path}: its name must end in {', '.join(FORMATS)}")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise UsageError(
-            "--picture needs matplotlib: pip install 'hotswap[bench]' (or pip install matplotlib)"
-        ) from None
+        raise UsageError(f"{flag} needs matplotlib: pip install 'hotswap[bench]' (or pip install matplotlib)") from None
 
 
 def draw(path: Path, documents: Sequence[Mapping[str, Any]], labels: Sequence[str], title: str) -> None:
@@ -37,24 +47,13 @@ def draw(path: Path, documents: Sequence[Mapping[str, Any]], labels: Sequence[st
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    style: Any = {
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": "#e6e6e6",
-        "grid.linewidth": 0.8,
-        "svg.fonttype": "none",
-        "svg.hashsalt": "hotswap",
-    }
-    with rc_context(style):
+    with rc_context(STYLE_SHEET):
         figure = Figure(figsize=(11, 7.4), layout="constrained")
         FigureCanvasAgg(figure)
         grid = figure.add_gridspec(3, 3, height_ratios=(1.35, 1, 1))
         figure.suptitle(title, fontsize=11, x=0.01, ha="left", fontweight="bold")
         for column, (name, heading) in enumerate(_CURVES):
-            _draw_curves(figure.add_subplot(grid[0, column]), documents, labels, name, heading)
+            draw_curves(figure.add_subplot(grid[0, column]), documents, labels, name, heading)
         upper = figure.add_subplot(grid[1, :])
         lower = figure.add_subplot(grid[2, :], sharex=upper)
         _draw_timeline(upper, documents, "output_tokens_per_second", "output tokens/s")
@@ -69,7 +68,7 @@ def draw(path: Path, documents: Sequence[Mapping[str, Any]], labels: Sequence[st
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
-def _draw_curves(
+def draw_curves(
     axes: Any, documents: Sequence[Mapping[str, Any]], labels: Sequence[str], name: str, heading: str
 ) -> None:
     """Share of the samples that took at most so long. A logarithmic axis when a few took very much longer than most."""
@@ -86,12 +85,13 @@ def _draw_curves(
     for number, found in curves:
         quantiles = [max(1e3 * value, smallest) for value in found["quantiles"]]
         shares = [step / (len(quantiles) - 1) for step in range(len(quantiles))]
-        axes.plot(quantiles, shares, **_line(number), lw=1.8)
+        axes.plot(quantiles, shares, **line_look(number), lw=1.8)
     if smallest:
         from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
+        subs = (1.0, 2.0, 5.0) if largest < MANY_DECADES * smallest else (1.0,)
+        axes.xaxis.set_major_locator(LogLocator(subs=subs, numticks=12))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_ylim(0, 1.02)
@@ -119,10 +119,10 @@ def _draw_timeline(axes: Any, documents: Sequence[Mapping[str, Any]], name: str,
         edges[-1] = max(edges[-2], min(edges[-1], document["results"]["duration"]))
         if len(documents) == 1:
             axes.stairs(values, edges, fill=True, color=COLOURS[0], alpha=0.18)
-        axes.stairs(values, edges, baseline=None, lw=1.5, **_line(number), label=str(number))
+        axes.stairs(values, edges, baseline=None, lw=1.5, **line_look(number), label=str(number))
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
 
 
-def _line(number: int) -> dict[str, Any]:
+def line_look(number: int) -> dict[str, Any]:
     return {"color": COLOURS[number % len(COLOURS)], "linestyle": STYLES[(number // len(COLOURS)) % len(STYLES)]}

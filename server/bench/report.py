@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from hotswap.core.errors import UsageError
+from hotswap.core.load.distribution import Distribution
 from hotswap.core.version import __version__
 
-from .measure import Distribution, RequestRecord, Summary, e2e, itls, timeline, tpot, ttft
+from .measure import RequestRecord, Summary, e2e, itls, timeline, tpot, ttft
 from .runner import ClientHealth, Run
 from .workload import Workload
 

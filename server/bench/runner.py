@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hotswap.core.errors import HotswapError
+from hotswap.core.load.distribution import Distribution, distribution
 
-from .measure import Distribution, RequestRecord, distribution
+from .measure import RequestRecord
 from .prompts import Prompt, PromptMaker, Turn
 from .workload import PlannedRequest, Workload
 

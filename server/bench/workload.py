@@ -13,10 +13,9 @@ from random import Random
 from typing import Any
 
 from hotswap.core.errors import UsageError
+from hotswap.core.load.arrivals import Process, arrival_times
+from hotswap.core.load.lengths import Lengths
 from hotswap.core.trace import TraceRow, read_trace
-
-from .arrivals import Process, arrival_times
-from .lengths import Lengths
 
 
 @dataclass(frozen=True, slots=True)

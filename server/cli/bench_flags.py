@@ -83,12 +83,12 @@ def check_flags(arguments: argparse.Namespace) -> None:
     for name in ("json", "save_trace", "picture"):
         path = getattr(arguments, name)
         if path is not None:
-            _check_output(f"--{name.replace('_', '-')} {path}", Path(path).absolute())
+            check_output(f"--{name.replace('_', '-')} {path}", Path(path).absolute())
     if arguments.picture is not None:
         check_picture(Path(arguments.picture))
 
 
-def _check_output(what: str, path: Path) -> None:
+def check_output(what: str, path: Path) -> None:
     """A run may take hours: that its result cannot be written is said before. Raises UsageError."""
     if not path.parent.is_dir():
         raise UsageError(f"{what}: there is no such folder")
@@ -108,7 +108,8 @@ def make_workload(arguments: argparse.Namespace, seed: int) -> Workload:
     """Raises UsageError."""
     import math
 
-    from ..bench.lengths import parse_lengths
+    from hotswap.core.load.lengths import parse_lengths
+
     from ..bench.workload import Shape, from_dataset, from_trace, synthetic
 
     shape = Shape(

@@ -51,6 +51,9 @@ COMMANDS: Final[dict[str, Command]] = {
     ),
     "compare": Command("hotswap.server.cli.compare", "compare the answers and the latency of two servers"),
     "recommend": Command("hotswap.server.cli.recommend", "settings for the load of a trace, with the arithmetic"),
+    "simulate": Command(
+        "hotswap.server.cli.simulate", "compare policies on a trace, on a virtual clock, without a model"
+    ),
     "pull": Command("hotswap.server.cli.pull", "fetch a model into the cache"),
     "list": Command("hotswap.server.cli.list_models", "list the models that are in the cache"),
     "plugins": Command("hotswap.server.cli.plugins_command", "show what is installed, active, rejected, and why"),

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from hotswap.core.config import EngineConfig
+from hotswap.core.devices import DEVICES, GIB, Device, find_device
 from hotswap.core.errors import UsageError
 from hotswap.core.trace import read_trace
 
 from ..recommend.derivation import BUSY_SECONDS, Assumed, Derivation, derive
-from ..recommend.devices import DEVICES, GIB, Device, find_device
 from ..recommend.model_facts import ModelFacts, StoredModel, facts_of, from_index
 from .flags import add_flags
 from .main import configure_logging

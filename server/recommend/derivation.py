@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from hotswap.core.devices import GIB, Device
 from hotswap.core.errors import UsageError
 from hotswap.core.trace import TraceRow
 
-from .devices import GIB, Device
 from .model_facts import ModelFacts
 
 BUSY_SECONDS: Final = 60.0  # the busiest stretch of this length sets the arrival rate

@@ -11,3 +11,7 @@ class TestNewest(VictimSuite):
 
 class TestLowestPriority(VictimSuite):
     plugin = "hotswap.plugins.schedulers.victims.lowest_priority"
+
+
+class TestFewestBlocksLost(VictimSuite):
+    plugin = "hotswap.plugins.schedulers.victims.fewest_blocks_lost"

@@ -91,7 +91,7 @@ def test_calls_and_the_end(model: str, tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="does not serve by priority"):
             await collect(client, [5], 2, priority=1)
         tasks = [asyncio.create_task(collect(client, prompt, 40)) for prompt in prompts]
-        for name in ("priority", "fcfs", "priority"):
+        for name in ("longest_prefix", "mlfq", "fcfs", "shortest_first", "priority"):
             await asyncio.sleep(0.02)
             answer = await client.call("set_policy", name=name, options={})
             assert answer["policy"] == name

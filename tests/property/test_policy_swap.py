@@ -7,13 +7,20 @@ from collections.abc import Callable
 
 import pytest
 
+from hotswap.core.clock import ManualClock
 from hotswap.core.contracts.policy import Budget, KeyedPolicy, Policy, RequestView
 from hotswap.core.contracts.victim import VictimRule
 from hotswap.core.errors import PlanError
 from hotswap.core.testing.scheduling_harness import SchedulingHarness, fake_request
 from hotswap.plugins.schedulers.continuous_batching import ContinuousBatching
+from hotswap.plugins.schedulers.policies.deadline import Deadline, DeadlineOptions
+from hotswap.plugins.schedulers.policies.fair_share import FairShare, FairShareOptions
 from hotswap.plugins.schedulers.policies.fcfs import Fcfs
+from hotswap.plugins.schedulers.policies.longest_prefix import LongestPrefix, LongestPrefixOptions
+from hotswap.plugins.schedulers.policies.mlfq import Mlfq, MlfqOptions
 from hotswap.plugins.schedulers.policies.priority import Priority
+from hotswap.plugins.schedulers.policies.shortest_first import ShortestFirst, ShortestFirstOptions
+from hotswap.plugins.schedulers.victims.fewest_blocks_lost import FewestBlocksLost
 from hotswap.plugins.schedulers.victims.lowest_priority import LowestPriority
 from hotswap.plugins.schedulers.victims.newest import Newest
 
@@ -38,8 +45,17 @@ class Shortest(KeyedPolicy):
         self.running.pop(view.request_id, None)
 
 
-POLICIES: list[Callable[[], Policy]] = [Fcfs, Priority, Shortest]
-VICTIMS: list[Callable[[], VictimRule]] = [Newest, LowestPriority]
+POLICIES: list[Callable[[], Policy]] = [
+    Fcfs,
+    Priority,
+    Shortest,
+    lambda: LongestPrefix(LongestPrefixOptions(window=3, lookups_per_step=2), ManualClock(20.0).now),
+    lambda: ShortestFirst(ShortestFirstOptions()),
+    lambda: Mlfq(MlfqOptions(quantum=2.0, prompt_weight=1.0), ManualClock(20.0).now),
+    lambda: FairShare(FairShareOptions(weights={"alice": 2.0})),
+    lambda: Deadline(DeadlineOptions(ttft_seconds=50.0), ManualClock(20.0).now),
+]
+VICTIMS: list[Callable[[], VictimRule]] = [Newest, LowestPriority, lambda: FewestBlocksLost(4)]
 
 
 def run(seed: int, swaps: bool, num_blocks: int) -> dict[int, list[int]]:
@@ -51,7 +67,11 @@ def run(seed: int, swaps: bool, num_blocks: int) -> dict[int, list[int]]:
     aborted = set()
     for request_id in range(12):
         prompt = [load.randrange(5) for _ in range(load.randrange(1, 20))]
-        fields = {"priority": load.randrange(3), "max_tokens": load.randrange(1, 12)}
+        fields = {
+            "priority": load.randrange(3),
+            "max_tokens": load.randrange(1, 12),
+            "user": load.choice(("", "alice", "bob")),
+        }
         harness.add(fake_request(request_id, prompt, **fields))  # type: ignore[arg-type]
         for _ in range(chance.randrange(3)):
             (harness.schedule if chance.random() < 0.5 else harness.confirm)()

@@ -8,8 +8,9 @@ import numpy
 import pytest
 
 from hotswap.core.errors import UsageError
+from hotswap.core.load.distribution import QUANTILE_STEPS, distribution, percentile
 from hotswap.server.bench import measure
-from hotswap.server.bench.measure import Chunk, RequestRecord, itls, parse_slo, percentile, summarize, timeline
+from hotswap.server.bench.measure import Chunk, RequestRecord, itls, parse_slo, summarize, timeline
 
 
 def record(
@@ -81,12 +82,12 @@ def test_percentiles_by_hand() -> None:
 
 
 def test_distribution() -> None:
-    found = measure.distribution([3.0, 1.0, 2.0])
+    found = distribution([3.0, 1.0, 2.0])
     assert found is not None
     assert (found.count, found.mean, found.p50, found.min, found.max) == (3, 2.0, 2.0, 1.0, 3.0)
-    assert len(found.quantiles) == measure.QUANTILE_STEPS + 1
+    assert len(found.quantiles) == QUANTILE_STEPS + 1
     assert found.quantiles[0] == 1.0 and found.quantiles[100] == 2.0 and found.quantiles[-1] == 3.0
-    assert measure.distribution([]) is None
+    assert distribution([]) is None
 
 
 # SLO.

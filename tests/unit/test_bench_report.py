@@ -13,8 +13,9 @@ from xml.etree import ElementTree
 import pytest
 
 from hotswap.core.errors import UsageError
+from hotswap.core.load.distribution import distribution
 from hotswap.server.bench import comparison, picture, report
-from hotswap.server.bench.measure import Chunk, RequestRecord, distribution, parse_slo, summarize
+from hotswap.server.bench.measure import Chunk, RequestRecord, parse_slo, summarize
 from hotswap.server.bench.runner import ClientHealth, Run
 from hotswap.server.bench.workload import PlannedRequest, Workload
 from hotswap.server.cli import bench_compare

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from hotswap.core.errors import UsageError
+from hotswap.core.load.arrivals import arrival_times
+from hotswap.core.load.lengths import parse_lengths
 from hotswap.core.trace import TraceRow, read_trace, write_trace
-from hotswap.server.bench.arrivals import arrival_times
-from hotswap.server.bench.lengths import parse_lengths
 from hotswap.server.bench.prompts import ChatPrompts, PromptMaker, TokenIdPrompts, Turn, WordPrompts
 from hotswap.server.bench.workload import (
     PlannedRequest,

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hotswap.core.devices import DEVICES, GIB, Device, available_memory, find_device
 from hotswap.core.errors import UsageError
 from hotswap.core.trace import TraceRow, write_trace
 from hotswap.server.cli.main import main
@@ -23,7 +24,6 @@ from hotswap.server.recommend.derivation import (
     percentile,
     round_up,
 )
-from hotswap.server.recommend.devices import DEVICES, GIB, Device, available_memory, find_device
 from hotswap.server.recommend.model_facts import ModelFacts, StoredModel, facts_of, from_index
 
 # 2 x 4 layers x 2 KV heads x 8 x 2 bytes = 256 bytes a token, 4096 a block of 16. 1,000,000 parameters in 2,000,000 bytes.

@@ -117,6 +117,21 @@ class ShedsStrangers(ByArrival):
         return [Shed(request_id, "too late") for request_id in popped]
 
 
+class AsksAboutStrangers(ByArrival):
+    """Goes on asking what is in the cache for the request that it gave away last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: list[RequestView] = []
+
+    def pop(self) -> RequestView:
+        self._last = [super().pop()]
+        return self._last[0]
+
+    def hints_wanted(self) -> Iterable[RequestView]:
+        return self._last
+
+
 class HiddenCounter(KeyedPolicy):
     """Its order depends on what other policies of the process did before."""
 
@@ -170,6 +185,7 @@ BROKEN: Final[tuple[BrokenSample, ...]] = (
     _sample("keeps_views", KeepsViews, "forgets_requests_that_ended"),
     _sample("spends_the_budget", SpendsTheBudget, "share_is_a_number_of_tokens"),
     _sample("sheds_strangers", ShedsStrangers, "shed_names_waiting_requests"),
+    _sample("asks_about_strangers", AsksAboutStrangers, "asks_hints_of_waiting_requests"),
     _sample("hidden_counter", HiddenCounter, "same_calls_give_the_same_order"),
     _sample("misspelt_callback", Misspelt, "its_callbacks_are_the_contracts"),
     _sample("reads_the_clock", ReadsTheClock, "same_calls_give_the_same_order"),

@@ -170,6 +170,27 @@ class PolicySuite(ConformanceSuite):
                 driver.finish(view)
             driver.shed()
 
+    def test_asks_hints_of_waiting_requests(self) -> None:
+        """`hints_wanted` names only requests that wait, as the objects that were pushed; what they then say changes nothing
+        but the order.
+        """
+        driver = self.driver()
+        for number in range(12):
+            driver.push(driver.new_view(9 + number, user=f"user {number % 2}"))
+            driver.clock.advance(0.5)
+        for number in range(24):
+            driver.look_up_hints()
+            if number % 3 == 0:
+                driver.remove(next(iter(driver.waiting.values())))
+            elif driver.running and number % 3 == 1:
+                driver.preempt(next(iter(driver.running.values())))
+            else:
+                driver.pop()
+            if not driver.waiting:
+                break
+        driver.drain()
+        assert not driver.waiting
+
     def test_nobody_waits_for_ever(self) -> None:
         """A request is served although newer ones of the same shape, class and user keep arriving."""
         driver = self.driver()

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hotswap.core.errors import UsageError
-from hotswap.core.host import guess_device
+from .errors import UsageError
+from .host import guess_device
 
 GIB: Final = 1 << 30
 _MEMINFO: Final = Path("/proc/meminfo")
@@ -37,6 +37,9 @@ def _card(name: str, gib: float, terabytes_a_second: float, teraflops: float) ->
     return Device(name, int(gib * GIB), terabytes_a_second * 1e12, teraflops * 1e12)
 
 
+# Bandwidth and dense bfloat16 arithmetic of the variant named: NVIDIA's data sheets of the HGX B200, H200 SXM (2024), H100 SXM5
+# (2023), A100 SXM4 (80 GB: 2021, 40 GB: 2020), L40S (2023) and L4 (2023); for GeForce cards the architecture whitepapers (Ada
+# 2022, GA102 2020). Sheets that give arithmetic "with sparsity" are halved.
 DEVICES: Final[dict[str, Device]] = {
     device.name: device
     for device in (
@@ -51,14 +54,18 @@ DEVICES: Final[dict[str, Device]] = {
         _card("rtx3090", 24, 0.936, 71),
     )
 }
+ALIASES: Final = {"a100": "a100-80g"}
+_OTHERWISE: Final = "for another one give --device-memory GiB with --tpot and --prefill-rate as measured"
 
 
-def find_device(name: str, available: Callable[[], int] | None = None) -> Device:
+def find_device(name: str, available: Callable[[], int] | None = None, *, otherwise: str = _OTHERWISE) -> Device:
     """By name, whatever its case; `cpu` is this machine. Raises UsageError with the nearest name.
 
-    available: bytes of free memory of this machine; measured when not given.
+    available: bytes of free memory of this machine; measured when not given. otherwise: what the error advises for a device
+    that is not in the table.
     """
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
+    wanted = ALIASES.get(wanted, wanted)
     if wanted == "cpu":
         memory = (available or available_memory)()
         return Device("cpu", memory, _CPU_BANDWIDTH, _CPU_FLOPS, utilization=0.6, guessed=True)
@@ -66,10 +73,7 @@ def find_device(name: str, available: Callable[[], int] | None = None) -> Device
     if device is None:
         near = difflib.get_close_matches(wanted, [*DEVICES, "cpu"], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UsageError(
-            f"--device {name}: not in the table{hint} (known: {', '.join(DEVICES)}, cpu; for another one give "
-            "--device-memory GiB with --tpot and --prefill-rate as measured)"
-        )
+        raise UsageError(f"--device {name}: not in the table{hint} (known: {', '.join(DEVICES)}, cpu; {otherwise})")
     return device
 
 

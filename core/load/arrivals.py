@@ -6,7 +6,7 @@ import math
 from random import Random
 from typing import Final, Literal, get_args
 
-from hotswap.core.errors import UsageError
+from ..errors import UsageError
 
 Process = Literal["poisson", "uniform", "bursty"]
 PROCESSES: Final[tuple[str, ...]] = get_args(Process)

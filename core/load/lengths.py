@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from hotswap.core.errors import UsageError
+from ..errors import UsageError
 
 MAX_LENGTH = 10_000_000
 FORMS = "N, uniform:LOW,HIGH, normal:MEAN,STD, lognormal:MEAN,SIGMA, exponential:MEAN or zipf:EXPONENT,MAX"
