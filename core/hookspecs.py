@@ -16,7 +16,7 @@ nothing else.
 
     @hookimpl
     def hotswap_policy():
-        yield PolicyProvider(name="shortest_first", build=lambda context: ShortestFirst(context.options))
+        yield PolicyProvider(name="shortest_job", build=lambda context: ShortestJob(context.options))
 """
 
 from __future__ import annotations

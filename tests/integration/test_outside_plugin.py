@@ -16,7 +16,7 @@ import pytest
 from hotswap.core.testing.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLE = ROOT / "examples" / "hotswap-shortest-first"
+EXAMPLE = ROOT / "examples" / "hotswap-shortest-job"
 FILE = ROOT / "examples" / "shortest_first_file.py"
 
 PYPROJECT = """
@@ -159,37 +159,37 @@ def outside(tmp_path_factory: pytest.TempPathFactory, example: Path) -> Environm
 def twins(tmp_path_factory: pytest.TempPathFactory, example: Path) -> Environment:
     """Two distributions that offer the same policy."""
     twin = distribution(
-        tmp_path_factory.mktemp("twin"), "hotswap-twin", POLICY.format(name="shortest_first", contract=1), "3.1"
+        tmp_path_factory.mktemp("twin"), "hotswap-twin", POLICY.format(name="shortest_job", contract=1), "3.1"
     )
     return pip_install(tmp_path_factory.mktemp("twins"), example, twin)
 
 
 def test_the_example_is_small_and_has_one_entry_point() -> None:
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())
-    assert project["project"]["entry-points"] == {"hotswap": {"shortest_first": "hotswap_shortest_first"}}
+    assert project["project"]["entry-points"] == {"hotswap": {"shortest_job": "hotswap_shortest_job"}}
     lines = [len(path.read_text().splitlines()) for path in EXAMPLE.rglob("*.py")]
     assert len(lines) == 1
     assert lines[0] < 60
 
 
 def test_installed_is_not_active(outside: Environment) -> None:
-    row = outside.rows()["shortest_first"]
+    row = outside.rows()["shortest_job"]
     assert row == {
         "kind": "policy",
-        "name": "shortest_first",
-        "distribution": "hotswap-shortest-first",
+        "name": "shortest_job",
+        "distribution": "hotswap-shortest-job",
         "version": "1.0.0",
         "contract": 1,
         "state": "available",
         "reasons": [],
     }
-    assert outside.rows("--plugin", "policy=shortest_first")["shortest_first"]["state"] == "active"
+    assert outside.rows("--plugin", "policy=shortest_job")["shortest_job"]["state"] == "active"
 
 
 def test_it_changes_the_order_of_service(outside: Environment) -> None:
     assert outside.order() == [0, 1, 2]
-    assert outside.order("policy=shortest_first") == [2, 1, 0]
-    assert outside.order("shortest_first,patience=50") == [2, 1, 0]
+    assert outside.order("policy=shortest_job") == [2, 1, 0]
+    assert outside.order("shortest_job,patience=50") == [2, 1, 0]
 
 
 def test_it_changes_the_order_of_service_of_a_running_engine(outside: Environment, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_it_changes_the_order_of_service_of_a_running_engine(outside: Environmen
         return [int(word) for word in outside.run("-c", LIVE_ORDER, model, *values).stdout.split()]
 
     assert order() == [0, 1, 2]
-    assert order("policy=shortest_first") == [2, 1, 0]
+    assert order("policy=shortest_job") == [2, 1, 0]
     assert order(str(FILE)) == [2, 1, 0]
 
 
@@ -208,13 +208,13 @@ def test_a_single_file_does_the_same(outside: Environment) -> None:
 
 
 def test_options_are_checked(outside: Environment) -> None:
-    message = outside.refusal("plugins", "--plugin", "policy=shortest_first,patience=0")
+    message = outside.refusal("plugins", "--plugin", "policy=shortest_job,patience=0")
     assert message == (
-        "policy 'shortest_first' of hotswap-shortest-first 1.0.0: option 'patience': should be greater than 0, got 0 "
-        "(--plugin policy=shortest_first,patience=0, command line)"
+        "policy 'shortest_job' of hotswap-shortest-job 1.0.0: option 'patience': should be greater than 0, got 0 "
+        "(--plugin policy=shortest_job,patience=0, command line)"
     )
     assert message in (EXAMPLE / "README.md").read_text().replace("hotswap serve ", "hotswap plugins ")
-    misspelt = outside.refusal("plugins", "--plugin", "policy=shortest_first,patence=3")
+    misspelt = outside.refusal("plugins", "--plugin", "policy=shortest_job,patence=3")
     assert "has no option 'patence'; did you mean 'patience'? (options: output_weight, patience;" in misspelt
 
 
@@ -243,14 +243,14 @@ def test_two_distributions_of_one_name(twins: Environment) -> None:
     result = twins.run("-c", ORDER, check=False)
     assert result.returncode != 0
     expected = (
-        "policy 'shortest_first' is offered by hotswap-shortest-first 1.0.0 and hotswap-twin 3.1; "
-        "keep one with --plugin no:hotswap-shortest-first or --plugin no:hotswap-twin"
+        "policy 'shortest_job' is offered by hotswap-shortest-job 1.0.0 and hotswap-twin 3.1; "
+        "keep one with --plugin no:hotswap-shortest-job or --plugin no:hotswap-twin"
     )
     assert expected in result.stderr
-    assert twins.order("no:hotswap-twin", "policy=shortest_first") == [2, 1, 0]
-    assert twins.order("no:hotswap-shortest-first", "policy=shortest_first") == [0, 1, 2]
+    assert twins.order("no:hotswap-twin", "policy=shortest_job") == [2, 1, 0]
+    assert twins.order("no:hotswap-shortest-job", "policy=shortest_job") == [0, 1, 2]
     rows = json.loads(twins.hotswap("plugins", "--json").stdout)
-    assert [row["state"] for row in rows if row["name"] == "shortest_first"] == ["failed", "failed"]
+    assert [row["state"] for row in rows if row["name"] == "shortest_job"] == ["failed", "failed"]
 
 
 def test_a_process_that_lacks_the_plugin_names_it(outside: Environment, tmp_path: Path) -> None:
@@ -267,8 +267,8 @@ def test_a_process_that_lacks_the_plugin_names_it(outside: Environment, tmp_path
         "print([s.name for s in PluginManager.from_frozen(frozen).named('policy')])"
     )
     message = str(tmp_path / "frozen")
-    outside.run("-c", freeze, message, "policy=shortest_first", "no:hotswap-future")
-    assert outside.run("-c", thaw, message).stdout == "['shortest_first']\n"
+    outside.run("-c", freeze, message, "policy=shortest_job", "no:hotswap-future")
+    assert outside.run("-c", thaw, message).stdout == "['shortest_job']\n"
     elsewhere = Environment(tmp_path).run("-c", thaw, message, check=False)
-    assert "plugin 'shortest_first' of hotswap-shortest-first 1.0.0 was chosen" in elsewhere.stderr.splitlines()[-1]
+    assert "plugin 'shortest_job' of hotswap-shortest-job 1.0.0 was chosen" in elsewhere.stderr.splitlines()[-1]
     assert "is not installed" in elsewhere.stderr.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Policy `shortest_first`: the waiting request with the least work left goes first; waiting counts as less work."""
+"""Policy `shortest_job`: the waiting request with the least work left goes first; waiting counts as less work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hotswap.core.contracts import KeyedPolicy, PolicyContext, PolicyProvider, R
 
 
 class Options(BaseModel):
-    """--plugin policy=shortest_first,output_weight=0,patience=100"""
+    """--plugin policy=shortest_job,output_weight=0,patience=100"""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -21,7 +21,7 @@ class Options(BaseModel):
     patience: float = Field(200.0, gt=0, description="Tokens of work that a second of waiting outweighs.")
 
 
-class ShortestFirst(KeyedPolicy):
+class ShortestJob(KeyedPolicy):
     def __init__(self, options: Options) -> None:
         super().__init__()
         self._options = options
@@ -34,14 +34,14 @@ class ShortestFirst(KeyedPolicy):
         return to_compute + to_produce + self._options.patience * view.arrival_time
 
 
-def build(context: PolicyContext) -> ShortestFirst:
-    return ShortestFirst(cast(Options, context.options))  # validated by hotswap
+def build(context: PolicyContext) -> ShortestJob:
+    return ShortestJob(cast(Options, context.options))  # validated by hotswap
 
 
 @hookimpl
 def hotswap_policy() -> Iterator[PolicyProvider]:
     yield PolicyProvider(
-        name="shortest_first",
+        name="shortest_job",
         build=build,
         options=Options,
         summary="least work left first; waiting counts",
