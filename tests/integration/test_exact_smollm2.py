@@ -61,6 +61,9 @@ MODES: dict[str, dict[str, Any]] = {
     "preemption, synchronous": {"num_gpu_blocks_override": 61, "async_scheduling": False},
 }
 
+# Each half of the one and both sides of the other are in the default run.
+LONG_RUN_ONLY = ("preemption, synchronous", "no prefix cache")
+
 COUNTS = [pytest.param(6, id="quick"), pytest.param(32, id="all", marks=pytest.mark.full)]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
@@ -89,7 +92,9 @@ def test_alone_equals_transformers(reference: tuple[list[list[int]], list[list[i
         assert greedy_differences(smollm2_oracle, prompt, output, EOS) == [], f"prompt of {len(prompt)} tokens"
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[pytest.mark.full] if mode in LONG_RUN_ONLY else []) for mode in MODES]
+)
 def test_every_mode_gives_the_same_tokens(
     mode: str, reference: tuple[list[list[int]], list[list[int]]], smollm2_path: Path
 ) -> None:

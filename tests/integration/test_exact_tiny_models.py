@@ -24,7 +24,7 @@ VARIANTS = [
     "llama-llama3", "llama-longrope", "mistral-full", "qwen2-window", "phi3", "phi3-partial-longrope", "gemma", "gemma2",
     "gemma3", "olmo2", "smollm3", "granite",
 ]  # fmt: skip
-FALLBACK = ["gpt-neox", "starcoder2", "opt"]
+FALLBACK = ["gpt-neox", pytest.param("starcoder2", marks=pytest.mark.full), "opt"]
 MODELS = [*FAMILIES, *FALLBACK, *(pytest.param(name, marks=pytest.mark.full) for name in VARIANTS)]
 
 MODES: dict[str, dict[str, Any]] = {

@@ -69,6 +69,7 @@ def test_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         module.main()
 
 
+@pytest.mark.full
 def test_start_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.jsonl"
     arguments = ["--modes", "offline,served", "--device", "cpu", "--runs", "0", "--out", str(out)]
